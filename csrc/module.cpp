@@ -1,0 +1,152 @@
+// Python bindings: raw addresses and sizes in, nothing of torch or numpy. Callers keep the memory alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <omp.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvist;
+using Address = uintptr_t;
+
+static Type type_of(int t) {
+  if (t < 0 || t > 2) throw std::invalid_argument("element type must be 0 (float32), 1 (bfloat16) or 2 (float16)");
+  return Type(t);
+}
+
+static Weight weight_of(Address data, int64_t n, int64_t k, int type, bool glu) {
+  Weight w;
+  w.data = (const void*)data; w.n = n; w.k = k; w.type = type_of(type); w.glu = glu;
+  if (n < 1 || k < 1 || w.type == Type::f16 || (w.type == Type::bf16 && k % 2) || (glu && n % 2))
+    throw std::invalid_argument("a packed weight is float32 or bfloat16 (then with even k), with n and k above 0 and n even when glu");
+  return w;
+}
+
+static Store store_of(Address data, int64_t blocks, int64_t block_bytes, int block_size, int kv_heads, int head_dim, int v_head_dim, int type, int group) {
+  Store s;
+  s.data = (uint8_t*)data; s.num_blocks = blocks; s.block_bytes = block_bytes; s.block_size = block_size;
+  s.kv_heads = kv_heads; s.head_dim = head_dim; s.v_head_dim = v_head_dim; s.type = type_of(type); s.group = group;
+  if (block_size < TILE || block_size % TILE || (block_size % SPLIT && SPLIT % block_size))
+    throw std::invalid_argument("block_size must be a multiple of 16 that divides 128 or is a multiple of it");
+  if (s.type == Type::bf16 && head_dim % 2) throw std::invalid_argument("a bfloat16 store needs an even head_dim");
+  return s;
+}
+
+// Rows i of `in` (float32, bfloat16, or a GGUF type when gguf >= 0) become packed rows row_map[i], or first + i.
+static void pack_rows(const std::string& kernels, const Weight& w, Address in, int type, int gguf, int64_t count, int64_t first, Address row_map, int threads) {
+  const Kernels& kernel = kernels_named(kernels);
+  if (gguf >= 0 && !dequantize_known(gguf)) throw std::invalid_argument("GGUF type " + std::to_string(gguf) + " is not known to the native unpacking");
+  const int64_t* map = (const int64_t*)row_map;
+  if (first < 0 || (!map && first + count > w.n)) throw std::invalid_argument("rows beyond the weight");
+  nb::gil_scoped_release release;
+  const size_t row_bytes = gguf >= 0 ? dequantize_row_bytes(gguf, w.k) : size_t(w.k) * type_bytes(Type(type));
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> temp(gguf >= 0 ? size_t(w.k) : 0);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t panel = 0; panel < (count + PANEL - 1) / PANEL; ++panel)
+      for (int64_t i = panel * PANEL; i < count && i < (panel + 1) * PANEL; ++i) {
+        const uint8_t* x = (const uint8_t*)in + size_t(i) * row_bytes;
+        const int64_t row = map ? map[i] : first + i;
+        if (gguf >= 0) {
+          dequantize_row(gguf, x, w.k, temp.data());
+          kernel.pack(w, (void*)w.data, row, temp.data(), Type::f32, 1, w.k);
+        } else {
+          kernel.pack(w, (void*)w.data, row, x, Type(type), 1, w.k);
+        }
+      }
+  }
+}
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native kernels of kvist: raw addresses and sizes in.";
+  m.attr("SPLIT") = SPLIT;
+  m.attr("PANEL") = PANEL;
+  m.def("variants", [] {
+    std::vector<std::string> names;
+    for (const Kernels* k : all_kernels()) names.push_back(k->name);
+    return names;
+  }, "Kernel variants that this machine runs, best first.");
+  m.def("max_threads", [] { return omp_get_num_procs(); }, "Processors the process may use.");
+  nb::class_<Weight>(m, "Weight").def("__init__", [](Weight* self, Address data, int64_t n, int64_t k, int type, bool glu) {
+    new (self) Weight(weight_of(data, n, k, type, glu));
+  }, "data"_a, "n"_a, "k"_a, "type"_a, "glu"_a);
+  nb::class_<Store>(m, "Store").def("__init__", [](Store* self, Address data, int64_t num_blocks, int64_t block_bytes, int block_size, int num_kv_heads, int head_dim, int v_head_dim, int type, int group) {
+    new (self) Store(store_of(data, num_blocks, block_bytes, block_size, num_kv_heads, head_dim, v_head_dim, type, group));
+  }, "data"_a, "num_blocks"_a, "block_bytes"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "type"_a, "group"_a);
+
+  m.def("pack", &pack_rows, "kernels"_a, "weight"_a, "rows"_a, "type"_a, "gguf"_a, "count"_a, "first"_a, "row_map"_a, "threads"_a,
+        "Write rows (addresses; float32, bfloat16 or GGUF blocks) into a packed weight.");
+  m.def("unpack", [](const std::string& kernels, const Weight& w, Address ids, int64_t count, Address out) {
+    const Kernels& kernel = kernels_named(kernels);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = ((const int64_t*)ids)[i];
+      if (row < 0 || row >= w.n) throw std::invalid_argument("row " + std::to_string(row) + " of " + std::to_string(w.n));
+      kernel.unpack(w, row, (float*)out + i * w.k);
+    }
+  }, "kernels"_a, "weight"_a, "ids"_a, "count"_a, "out"_a);
+  m.def("gguf_known", &dequantize_known, "type"_a);
+  m.def("gguf_dequantize", [](int type, Address in, int64_t rows, int64_t k, Address out) {
+    if (!dequantize_known(type)) throw std::invalid_argument("GGUF type " + std::to_string(type) + " is not known to the native unpacking");
+    nb::gil_scoped_release release;
+    for (int64_t i = 0; i < rows; ++i)
+      dequantize_row(type, (const uint8_t*)in + size_t(i) * dequantize_row_bytes(type, k), k, (float*)out + i * k);
+  }, "type"_a, "data"_a, "rows"_a, "k"_a, "out"_a);
+  m.def("read_bandwidth", [](Address data, size_t bytes, int threads, int passes) {
+    nb::gil_scoped_release release;
+    return read_bandwidth((const uint8_t*)data, bytes, threads, passes);
+  }, "data"_a, "bytes"_a, "threads"_a, "passes"_a);
+
+  nb::class_<Program>(m, "Program")
+      .def("__init__", [](Program* self, const std::string& kernels, int threads) {
+        if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be 1 to 1024");
+        new (self) Program(kernels_named(kernels), threads);
+      }, "kernels"_a, "threads"_a)
+      .def("__len__", &Program::size)
+      .def("embed", [](Program& p, const Weight& w, float scale, Address out, int64_t out_stride) {
+        Op op; op.kind = OpKind::embed; op.weight = w; op.scale = scale; op.out = (void*)out; op.out_stride = out_stride;
+        p.add(op);
+      }, "weight"_a, "scale"_a, "out"_a, "out_stride"_a)
+      .def("linear", [](Program& p, const Weight& w, Address source, int64_t source_stride, Address out, int64_t out_stride, int act, int epilogue, int activation, Address norm, float eps, Address bias, bool wanted, float softcap) {
+        Op op; op.kind = OpKind::linear; op.weight = w; op.source = (const void*)source; op.source_stride = source_stride;
+        op.out = (void*)out; op.out_stride = out_stride; op.act = type_of(act); op.epilogue = Epilogue(epilogue); op.activation = Activation(activation);
+        op.norm = (const float*)norm; op.eps = eps; op.bias = (const float*)bias; op.wanted = wanted; op.softcap = softcap;
+        if (w.glu != (op.epilogue == Epilogue::glu)) throw std::invalid_argument("the glu epilogue goes with a glu weight");
+        if (!norm && op.act != w.type) throw std::invalid_argument("a source without norm has the weight's own type");
+        p.add(op);
+      }, "weight"_a, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "act"_a, "epilogue"_a, "activation"_a, "norm"_a, "eps"_a, "bias"_a, "wanted"_a, "softcap"_a)
+      .def("append", [](Program& p, const Store& s, Address qkv, int64_t stride, Address q_out, int64_t q_stride, int num_heads, float scale, int rotary, Address cos, Address sin, int64_t rope_rows, Address q_norm, Address k_norm, float eps) {
+        Op op; op.kind = OpKind::append; op.store = s; op.source = (const void*)qkv; op.source_stride = stride; op.out = (void*)q_out; op.out_stride = q_stride;
+        op.num_heads = num_heads; op.scale = scale; op.rotary = rotary; op.cos = (const float*)cos; op.sin = (const float*)sin; op.rope_rows = rope_rows;
+        op.q_norm = (const float*)q_norm; op.k_norm = (const float*)k_norm; op.eps = eps;
+        p.add(op);
+      }, "store"_a, "qkv"_a, "stride"_a, "q_out"_a, "q_stride"_a, "num_heads"_a, "scale"_a, "rotary"_a, "cos"_a, "sin"_a, "rope_rows"_a, "q_norm"_a, "k_norm"_a, "eps"_a)
+      .def("attend", [](Program& p, const Store& s, Address q, int64_t q_stride, Address out, int64_t out_stride, int act, int num_heads, int window, int sinks, float softcap) {
+        Op op; op.kind = OpKind::attend; op.store = s; op.source = (const void*)q; op.source_stride = q_stride; op.out = (void*)out; op.out_stride = out_stride;
+        op.act = type_of(act); op.num_heads = num_heads; op.window = window; op.sinks = sinks; op.softcap = softcap;
+        if (num_heads % s.kv_heads) throw std::invalid_argument("num_heads must be a multiple of num_kv_heads");
+        p.add(op);
+      }, "store"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "act"_a, "num_heads"_a, "window"_a, "sinks"_a, "softcap"_a)
+      .def("norm_add", [](Program& p, Address source, int64_t source_stride, Address out, int64_t out_stride, int64_t width, Address norm, float eps) {
+        Op op; op.kind = OpKind::norm_add; op.source = (const void*)source; op.source_stride = source_stride; op.out = (void*)out; op.out_stride = out_stride;
+        op.weight.k = width; op.norm = (const float*)norm; op.eps = eps;
+        p.add(op);
+      }, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "width"_a, "norm"_a, "eps"_a)
+      .def("run", [](Program& p, Address tokens, Address positions, Address starts, int64_t num_tokens, int64_t num_requests,
+                     const std::vector<std::tuple<Address, int64_t>>& tables, Address rows, int64_t num_rows, size_t first, size_t last) {
+        if (first > last || last > p.size()) throw std::invalid_argument("no such run of operations");
+        std::vector<Table> t;
+        for (const auto& [data, width] : tables) t.push_back({(const int32_t*)data, width});
+        Step s;
+        s.tokens = (const int32_t*)tokens; s.positions = (const int32_t*)positions; s.starts = (const int32_t*)starts; s.rows = (const int32_t*)rows;
+        s.num_tokens = num_tokens; s.num_requests = num_requests; s.num_rows = num_rows; s.tables = t.data();
+        nb::gil_scoped_release release;
+        p.run(s, first, last);
+      }, "tokens"_a, "positions"_a, "starts"_a, "num_tokens"_a, "num_requests"_a, "tables"_a, "rows"_a, "num_rows"_a, "first"_a, "last"_a);
+}

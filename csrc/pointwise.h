@@ -1,0 +1,66 @@
+// Row-wise operations: normalisation, embedding, activation. Each row's bits depend on that row alone.
+#pragma once
+#include "abi.h"
+#include "simd.h"
+
+namespace KVIST_VARIANT {
+using namespace kvist;
+
+KV_INLINE vf load_some(const float* x, int64_t count) {  // fewer than LANES; the rest are zero
+  float t[LANES] = {};
+  for (int64_t i = 0; i < count; ++i) t[i] = x[i];
+  return load(t);
+}
+KV_INLINE void store_some(float* x, vf a, int64_t count) {
+  float t[LANES]; store(t, a);
+  for (int64_t i = 0; i < count; ++i) x[i] = t[i];
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019). Squares are summed in four interleaved vectors.
+inline void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* out) {
+  vf sum[4] = {zero(), zero(), zero(), zero()};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= width; i += 4 * LANES)
+    for (int j = 0; j < 4; ++j) { vf v = load(x + i + j * LANES); sum[j] = fma(v, v, sum[j]); }
+  for (; i + LANES <= width; i += LANES) { vf v = load(x + i); sum[0] = fma(v, v, sum[0]); }
+  if (i < width) { vf v = load_some(x + i, width - i); sum[0] = fma(v, v, sum[0]); }
+  float mean = lane_sum(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / float(width);
+  vf inverse = set1(1.0f / std::sqrt(mean + eps));
+  for (i = 0; i + LANES <= width; i += LANES) store(out + i, mul(mul(load(x + i), inverse), load(weight + i)));
+  if (i < width) {
+    vf y = mul(mul(load_some(x + i, width - i), inverse), load_some(weight + i, width - i));
+    store_some(out + i, y, width - i);
+  }
+}
+
+KV_INLINE vf silu(vf x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+KV_INLINE vf gelu_tanh(vf x) {
+  vf inner = mul(set1(0.7978845608028654f), mul(x, fma(mul(x, x), set1(0.044715f), set1(1.0f))));
+  return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));
+}
+KV_INLINE vf activate(Activation a, vf x) { return a == Activation::silu ? silu(x) : gelu_tanh(x); }
+KV_INLINE vf cap(vf x, float limit) { return mul(set1(limit), tanh(div(x, set1(limit)))); }
+
+inline void unpack_row(const Weight& w, int64_t row, float* out);  // linear.h
+
+inline void embed(const Op& op, const Step& step, Team& team) {
+  const Weight& w = op.weight;
+  for (int64_t t; (t = team.take(1)) < step.num_tokens;) {
+    float* out = (float*)op.out + t * op.out_stride;
+    unpack_row(w, step.tokens[t], out);
+    for (int64_t i = 0; i < w.k; ++i) out[i] = out[i] * op.scale;
+  }
+}
+
+inline void norm_add(const Op& op, const Step& step, Team& team) {
+  const int64_t width = op.weight.k;
+  float* y = (float*)team.own->at(width * 4);
+  for (int64_t t; (t = team.take(4)) < step.num_tokens;)
+    for (int64_t i = t; i < t + 4 && i < step.num_tokens; ++i) {
+      rms_norm((const float*)op.source + i * op.source_stride, op.norm, op.eps, width, y);
+      float* out = (float*)op.out + i * op.out_stride;
+      for (int64_t j = 0; j < width; ++j) out[j] = out[j] + y[j];
+    }
+}
+
+}  // namespace KVIST_VARIANT

@@ -1,0 +1,162 @@
+"""From a model's name and settings to an engine: what is built, in which order, and how large the pool is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
+from kvist.base.errors import UsageError
+from kvist.base.machine import available_memory
+from kvist.cache.addressing import check_block_size
+from kvist.cache.layout import Group, groups_of
+from kvist.cache.pool import Pool
+from kvist.cache.sizing import bytes_per_token, pool_bytes
+from kvist.compose.llm import LLM, Setup
+from kvist.engine.engine import Engine, EngineSettings
+from kvist.engine.scheduler import SchedulerSettings
+from kvist.kernels.dispatch import choose
+from kvist.model.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint, loaded_bytes
+from kvist.model.decoder import Decoder
+from kvist.model.weights import load_weights, require_memory
+from kvist.spec.from_config import model_spec
+from kvist.spec.from_gguf import gguf_model
+from kvist.spec.model import ModelSpec
+from kvist.spec.source import ModelSource, resolve
+from kvist.text.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes of the model's files
+
+STEP_TOKENS = 512  # most tokens of one step, all requests together
+DEFAULT_CTX = 8192  # most tokens of a request when nobody says, if the model allows as many
+DEFAULT_BLOCK_SIZE = 64
+
+
+def load(
+    model: str | Path,
+    *,
+    ctx_size: int | None = None,
+    dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    block_size: int | None = None,
+    threads: int | None = None,
+    max_num_seqs: int = 16,
+    memory: int | None = None,
+    cache: bool = True,
+    progress: Progress | None = None,
+) -> LLM:
+    """Load ``model``: an alias (``smollm2``, ``gemma3``), a ``.gguf`` file, or a folder of config.json and safetensors.
+
+    ``ctx_size``: most stored tokens of a request, by default the model's own limit up to 8192.
+    ``dtype`` of the weights: float32 or bfloat16; auto leaves a float32 checkpoint as it is, else takes bfloat16, or
+    float32 where only the reference kernels run. ``kv_cache_dtype``: float32, bfloat16 or float16; auto is ``dtype``.
+    ``max_num_seqs`` requests run at once; they share a pool of one context, or of as many tokens as ``memory`` bytes
+    hold. ``cache`` False keeps nothing and recomputes everything for each token. ``progress`` hears bytes read and
+    bytes in all.
+
+    Prints nothing. Raises what is wrong before anything large is allocated: UsageError, SpecError, FormatError,
+    WeightsError, OutOfMemory.
+    """
+    source = resolve(str(model))
+    spec, checkpoint, tokenizer = open_model(source)
+    ctx = _context(spec, ctx_size)
+    step_tokens = max(min(STEP_TOKENS, ctx), max_num_seqs)
+    scheduler = SchedulerSettings(ctx, step_tokens, max_num_seqs)
+    choice = choose(threads)
+    weight_dtype = _weight_dtype(dtype, spec, choice.backend.name)
+    kv_dtype = (
+        weight_dtype if kv_cache_dtype == "auto" else parse_dtype(kv_cache_dtype, allowed=(FLOAT32, BFLOAT16, FLOAT16))
+    )
+    size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+    check_block_size(size)
+    groups = groups_of(spec, kv_dtype, size)
+    require_memory(spec, weight_dtype, source.name)
+    blocks = _pool_blocks(groups, scheduler, memory)
+    pool = Pool(groups, blocks, available=_room(spec, weight_dtype, memory), chunk=step_tokens)
+    total = sum(path.stat().st_size for path in source.shards())
+    weights = load_weights(spec, checkpoint, choice.backend, weight_dtype, _counted(progress, total))
+    decoder = Decoder(
+        spec, weights, choice.backend, pool, max_positions=ctx, max_tokens=step_tokens, max_rows=max_num_seqs
+    )
+    eos = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+    engine = Engine(decoder, groups, pool.blocks, EngineSettings(scheduler, eos, cache))
+    setup = Setup(
+        name=source.name,
+        spec=spec,
+        kernels=choice.backend.name,
+        refusals=choice.refusals,
+        dtype=weight_dtype.name,
+        kv_cache_dtype=kv_dtype.name,
+        block_size=size,
+        ctx_size=ctx,
+        max_num_seqs=max_num_seqs,
+        cache=cache,
+        weight_bytes=weights.nbytes,
+        cache_bytes=pool.nbytes,
+        bytes_per_token=bytes_per_token(groups),
+    )
+    return LLM(engine, tokenizer, spec.vocab_size, setup)
+
+
+def open_model(source: ModelSource) -> tuple[ModelSpec, Checkpoint, Tokenizer]:
+    """Everything small about a model; its tensors are named and checked, none is read."""
+    if source.kind == "gguf":
+        model = gguf_model(source.path)
+        return model.spec, GgufCheckpoint(model), Tokenizer.from_gguf(model.file)
+    spec = model_spec(source.path)
+    return spec, SafetensorsCheckpoint(spec, source.shards()), Tokenizer.from_folder(source.path)
+
+
+def _context(spec: ModelSpec, ctx_size: int | None) -> int:
+    if ctx_size is None:
+        return min(spec.max_position, DEFAULT_CTX)
+    if not 1 <= ctx_size <= spec.max_position:
+        raise UsageError(f"ctx_size is {ctx_size}, but this model was made for 1 to {spec.max_position} positions")
+    return ctx_size
+
+
+def _weight_dtype(wanted: str, spec: ModelSpec, kernels: str) -> DType:
+    if wanted != "auto":
+        return parse_dtype(wanted, allowed=(FLOAT32, BFLOAT16))
+    return FLOAT32 if spec.dtype == FLOAT32.name or kernels == "reference" else BFLOAT16
+
+
+def _room(spec: ModelSpec, dtype: DType, memory: int | None) -> int | None:
+    """Bytes that the cache may take: what was allowed, and no more than the weights will leave."""
+    free = available_memory()
+    limits = [memory] if free is None else [memory, free - loaded_bytes(spec, dtype.bytes)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _pool_blocks(groups: Sequence[Group], scheduler: SchedulerSettings, memory: int | None) -> tuple[int, ...]:
+    """Blocks of each group: one context shared by all requests, or as many tokens as ``memory`` bytes hold.
+
+    A window group needs no more than all windows at once, and no more than the tokens that there are.
+    """
+    ctx, sequences = scheduler.ctx_size, scheduler.max_num_seqs
+    most = [sequences * group.blocks_for(ctx, scheduler.max_tokens) for group in groups]
+
+    def blocks(tokens: int) -> tuple[int, ...]:
+        return tuple(min(-(-tokens // g.block_size), top) for g, top in zip(groups, most, strict=True))
+
+    low, high = ctx, ctx if memory is None else ctx * sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        if pool_bytes(groups, blocks(middle)) <= (memory or 0):
+            low = middle
+        else:
+            high = middle - 1
+    return blocks(low)
+
+
+def _counted(progress: Progress | None, total: int) -> Callable[[int], None] | None:
+    if progress is None:
+        return None
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    return count

@@ -1,0 +1,1 @@
+"""Operations over the cache: contract (ops), a readable reference, native kernels, the choice between them."""

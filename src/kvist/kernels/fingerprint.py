@@ -1,0 +1,94 @@
+"""The kernel fingerprint: a digest of what the kernels answer on fixed probes, not a version string.
+
+Two backends with one fingerprint give the same bits on the probes; it becomes part of every stored block's key.
+"""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+from torch import Tensor
+
+from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from kvist.kernels.blockformat import block_elements
+from kvist.kernels.ops import Append, Attend, Backend, LayerStore, Linear, NormWeight, Op, Step, torch_dtype
+
+_LENGTH = 300  # positions: three splits, the last one partly filled
+
+
+def fingerprint(backend: Backend) -> str:
+    """Sixteen hex digits over the outputs of linear layers, gates, norms, rotation and attention in every type."""
+    digest = xxhash.xxh3_64()
+    for dtype in (BFLOAT16, FLOAT32):
+        for buffer in _linear(backend, dtype):
+            digest.update(_bytes(buffer))
+    for dtype in (BFLOAT16, FLOAT16, FLOAT32):
+        for window, softcap in ((None, None), (150, 30.0)):
+            for buffer in _attention(backend, dtype, window, softcap):
+                digest.update(_bytes(buffer))
+    return digest.hexdigest()
+
+
+def _values(seed: int, *shape: int) -> Tensor:
+    """Fixed float32 values in [-1, 1) on a grid of 2^-15, from a linear congruential sequence, no library."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    state, out = seed, []
+    for _ in range(count):
+        state = (state * 214013 + 2531011) % 2**32
+        out.append((state >> 16) / 32768.0 - 1.0)
+    return torch.tensor(out, dtype=torch.float32).view(shape)
+
+
+def _step(tokens: int, tables: tuple[Tensor, ...] = ()) -> Step:
+    return Step(
+        torch.zeros(tokens, dtype=torch.int32),
+        torch.arange(tokens, dtype=torch.int32),
+        torch.tensor([0, tokens], dtype=torch.int32),
+        tables,
+        torch.zeros(0, dtype=torch.int32),
+    )
+
+
+def _linear(backend: Backend, dtype: DType) -> list[Tensor]:
+    n, k, tokens = 96, 128, 5
+    plain, glu = backend.weight(n, k, dtype), backend.weight(n, k, dtype, glu=True)
+    values = _values(1, n, k)
+    plain.fill(0, values)
+    glu.fill(0, values)
+    x = _values(2, tokens, k)
+    out, gated = torch.zeros(tokens, n), torch.zeros(tokens, n // 2, dtype=torch_dtype(dtype))
+    silu = torch.zeros_like(gated)
+    norm = NormWeight(_values(3, k) + 2, 1e-5)
+    ops: list[Op] = [
+        Linear("probe", x, plain, out, norm=norm),
+        Linear("probe", x, glu, gated, epilogue="glu", norm=norm, activation="gelu_tanh"),
+        Linear("probe", x, glu, silu, epilogue="glu", norm=norm),
+    ]
+    backend.compile(ops).run(_step(tokens))
+    return [out, gated, silu]
+
+
+def _attention(backend: Backend, dtype: DType, window: int | None, softcap: float | None) -> list[Tensor]:
+    heads, kv_heads, width, size = 4, 2, 32, 32
+    blocks = -(-_LENGTH // size)
+    data = torch.zeros(blocks, block_elements(kv_heads, width, width, size) * dtype.bytes, dtype=torch.uint8)
+    store = LayerStore(data, dtype, size, kv_heads, width, width, 0)
+    qkv = _values(4, _LENGTH, (heads + 2 * kv_heads) * width)
+    q = torch.zeros(_LENGTH, heads * width, dtype=torch.bfloat16 if dtype == BFLOAT16 else torch.float32)
+    out = torch.zeros(_LENGTH, heads * width)
+    # The rotation table is data here, as in a model: any pair of small numbers probes the multiplication.
+    cos, sin = _values(5, _LENGTH, width // 2), _values(6, _LENGTH, width // 2)
+    norm = NormWeight(_values(7, width) + 2, 1e-6)
+    ops: list[Op] = [
+        Append("probe", qkv, q, store, heads, width**-0.5, cos, sin, norm, norm),
+        Attend("probe", q, out, store, heads, window, 0, softcap),
+    ]
+    table = torch.arange(blocks, dtype=torch.int32)[None]
+    backend.compile(ops).run(_step(_LENGTH, (table,)))
+    return [q, data, out]
+
+
+def _bytes(buffer: Tensor) -> bytes:
+    return buffer.contiguous().view(torch.uint8).numpy().tobytes()

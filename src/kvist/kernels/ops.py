@@ -1,0 +1,217 @@
+"""The contract of every operation, as records; no implementation.
+
+A decoder is a list of these records over a handful of buffers. Backends execute them: ``reference`` one by one in
+torch, ``native`` the whole list in one call. Because an operation is data, the verifier can run a model operation by
+operation, look at every buffer, or put another operation in its place.
+
+Axes: T tokens of the step (flattened over requests), B requests, H query heads, G kv heads, D head width, R rows whose
+logits are wanted, N blocks, P slots per block, M the most blocks of any request in the step.
+
+Types: ``x`` (the residual stream) and everything that is added to it is float32. What enters a product is rounded once
+to the product's own type (the ``act`` type: bfloat16 for bfloat16 weights, float32 for float32 weights).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from kvist.cache.addressing import SPLIT as SPLIT
+from kvist.cache.addressing import TILE as TILE
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    FLOAT32.name: torch.float32,
+    BFLOAT16.name: torch.bfloat16,
+    FLOAT16.name: torch.float16,
+}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch element type of ``dtype``."""
+    return TORCH_DTYPES[dtype.name]
+
+
+class Weight(Protocol):
+    """A matrix [N, K] in its backend's own form. ``glu`` weights hold a gate and an up matrix, N counts both."""
+
+    n: int
+    k: int
+    dtype: DType
+    glu: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding included."""
+        ...
+
+    def fill(self, row: int, rows: Tensor) -> None:
+        """Write float32 or bfloat16 ``rows`` [n, K] as rows row..row+n. Of a glu weight, gate rows are 0..N/2."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` as float32 [len(ids), K]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeight:
+    """Row-wise normalisation: ``rms`` x / sqrt(mean(x^2) + eps) * weight, float32; any offset is in weight."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStore:
+    """The pool's bytes of one layer: ``data`` uint8 [N, block_bytes], and how to read them.
+
+    Block format: for each kv head g a K part then a V part. K: [P/16][D/e][16][e]; V: [P/e][Dv][e]; e is 2 for bfloat16
+    (dot products take neighbours in pairs), else 1. ``group`` is the index of the block table that its layers share.
+    """
+
+    data: Tensor
+    dtype: DType
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step's arrays, made by ``engine.batch``. Requests are laid one after the other along T.
+
+    tokens int32 [T]; positions int32 [T] (consecutive within a request); starts int32 [B+1], request b owns
+    starts[b]..starts[b+1]; tables: per group int32 [B, M], position p of b stands in block tables[g][b, p // P] (-1
+    where nothing is stored any more); rows int32 [R], indices into T whose logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    starts: Tensor
+    tables: tuple[Tensor, ...]
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embed:
+    """out[t] = float32(weight[tokens[t]]) * scale."""
+
+    name: str
+    weight: Weight
+    scale: float
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """y = act(norm(source)) @ weight.T + bias, then the epilogue.
+
+    source: float32 [T, K] when ``norm`` is given (the result is rounded to the weight's type), else act type [T, K].
+    epilogue ``store``: out (float32) = y. ``add``: out += y. ``glu``: out (act type) [T, N/2] = f(y_gate) * y_up, with
+    ``activation`` f in {silu, gelu_tanh}.
+    ``wanted``: source rows are source[step.rows] and out is [R, N]; ``softcap`` c then gives c * tanh(y / c).
+    """
+
+    name: str
+    source: Tensor
+    weight: Weight
+    out: Tensor
+    epilogue: str = "store"
+    norm: NormWeight | None = None
+    bias: Tensor | None = None
+    activation: str = "silu"
+    wanted: bool = False
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Append:
+    """From qkv float32 [T, (H + G) * D + G * Dv]: norm q and k per head, rotate by the token's position, store k and v.
+
+    ``q_norm`` and ``k_norm`` work on each head's D channels. ``cos`` and ``sin`` float32 [positions, rotary/2] are
+    functions of the absolute position alone; channel i pairs with i + rotary/2; None: no rotation.
+    q_out [T, H, D] (float32 when the store is float32 or float16, else bfloat16) = rotated q * scale, rounded once.
+    """
+
+    name: str
+    qkv: Tensor
+    q_out: Tensor
+    store: LayerStore
+    num_heads: int
+    scale: float
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_norm: NormWeight | None = None
+    k_norm: NormWeight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attend:
+    """out[t, h] = softmax(q[t, h] . K[visible]) V[visible], in splits of 128 keys at absolute positions.
+
+    q [T, H, D] is already scaled. The query at position p sees key j when j <= p and (window is None or j > p - window
+    or j < sinks). ``softcap`` c: scores become c * tanh(score / c) before the softmax. Query head h reads kv head
+    h // (H // G). Output act type or float32, [T, H * Dv]. A query that sees nothing gives zeros.
+    Each split has its own maximum and sum; its probabilities exp(s - max) are rounded to bfloat16 when the store is
+    bfloat16 (and the sum is of the rounded ones); splits are merged in ascending order by one formula.
+    """
+
+    name: str
+    q: Tensor
+    out: Tensor
+    store: LayerStore
+    num_heads: int
+    window: int | None = None
+    sinks: int = 0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormAdd:
+    """out += norm(source); both float32 [T, width]."""
+
+    name: str
+    source: Tensor
+    norm: NormWeight
+    out: Tensor
+
+
+Op = Embed | Linear | Append | Attend | NormAdd
+
+
+class Executor(Protocol):
+    """A compiled list of operations."""
+
+    ops: tuple[Op, ...]
+
+    def run(self, step: Step) -> None:
+        """Execute every operation on ``step``."""
+        ...
+
+    def run_range(self, step: Step, first: int, last: int) -> None:
+        """Execute operations first..last-1 on ``step``, for those who look in between."""
+        ...
+
+
+class Backend(Protocol):
+    """One way to execute operations."""
+
+    name: str
+
+    def refuses(self, op: Op) -> str | None:
+        """Why this backend cannot execute ``op``; None when it can."""
+        ...
+
+    def weight(self, n: int, k: int, dtype: DType, glu: bool = False) -> Weight:
+        """An empty weight in this backend's own form."""
+        ...
+
+    def compile(self, ops: list[Op], **settings: Any) -> Executor:
+        """An executor of ``ops`` in order."""
+        ...

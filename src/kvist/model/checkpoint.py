@@ -1,0 +1,175 @@
+"""Tensors of a checkpoint by canonical name, read in slices: a GGUF file or a folder of safetensors.
+
+Both give rows [n, K]; what is quantised is unpacked slice by slice, so that the whole tensor never exists twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvist.base.errors import FormatError, Truncated, WeightsError
+from kvist.kernels.native import NativeWeight
+from kvist.kernels.ops import Weight
+from kvist.spec.from_gguf import GgufModel
+from kvist.spec.gguf_types import IDS
+from kvist.spec.model import Attention, ModelSpec
+from kvist.spec.names import expected_tensors, half_split_rows, match_names
+
+SLICE_BYTES = 1 << 24  # bytes of a tensor that are read and unpacked at once
+_NATIVE_GGUF = frozenset(
+    IDS[name] for name in ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+)
+
+
+class Checkpoint(Protocol):
+    """Tensors by canonical name (see ``spec.names``), names and shapes already checked against the spec."""
+
+    def vector(self, name: str) -> Tensor | None:
+        """A one-dimensional tensor as float32; None when the checkpoint has none of this name."""
+        ...
+
+    def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
+        """Write tensor ``name`` [n, K] as rows first..first+n of ``weight``; yields the bytes read of each slice."""
+        ...
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file. Rows of q and k that llama.cpp interleaves for its rotation are put back."""
+
+    def __init__(self, model: GgufModel) -> None:
+        """Check names and shapes. WeightsError lists what is missing, extra or of another shape."""
+        self.model, self.file = model, model.file
+        tensors = model.file.tensors
+        shapes = {name: info.shape for name, info in tensors.items()}
+        match = match_names(model.spec, tensors, "gguf", shapes)
+        match.require(str(model.file.path))
+        self.names = match.found
+
+    def vector(self, name: str) -> Tensor | None:
+        """A norm or bias as float32 [width]; permuted like its matrix."""
+        if name not in self.names:
+            return None
+        info = self.file.tensors[self.names[name]]
+        values = _unpack(self.file.read_rows(self.names[name]), IDS[info.kind.name], info.shape[-1])
+        return values.flatten()[self._order(name, info.shape[0])]
+
+    def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
+        """Write the matrix, unpacked row by row into the weight's own form."""
+        file_name = self.names[name]
+        info = self.file.tensors[file_name]
+        rows, kind = info.shape[0], IDS[info.kind.name]
+        # order[i] is the file's row of our row i; the map says where each of the file's rows goes.
+        place = torch.empty(rows, dtype=torch.int64)
+        place[self._order(name, rows)] = torch.arange(rows) + first
+        step = max(1, SLICE_BYTES // info.row_nbytes)
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            raw = self.file.read_rows(file_name, start, stop)
+            if isinstance(weight, NativeWeight) and kind in _NATIVE_GGUF:
+                weight.fill_gguf(_address(raw), kind, stop - start, place[start:stop].contiguous())
+            else:
+                values = _unpack(raw, kind, weight.k)
+                _scatter(weight, values, place[start:stop])
+            yield len(raw)
+
+    def _order(self, name: str, rows: int) -> Tensor:
+        role = name.removesuffix(".bias").rsplit(".", 1)[-1]
+        if not self.model.permuted_qk or role not in ("q", "k"):
+            return torch.arange(rows)
+        attention = self.model.spec.layers[int(name.split(".")[1])].attention
+        assert isinstance(attention, Attention)
+        heads = attention.num_heads if role == "q" else attention.num_kv_heads
+        return torch.tensor(half_split_rows(heads, attention.head_dim))
+
+
+class SafetensorsCheckpoint:
+    """The tensors of a folder of safetensors files, sharded or not."""
+
+    def __init__(self, spec: ModelSpec, shards: tuple[Path, ...]) -> None:
+        """Open every shard and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
+        from safetensors import SafetensorError, safe_open
+
+        self.files: dict[str, Any] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for shard in shards:
+            try:
+                handle: Any = safe_open(str(shard), framework="pt")
+            except (SafetensorError, OSError) as error:
+                message = f"{shard}: not a complete safetensors file ({error}): download it again"
+                raise Truncated(message) from error
+            for name in handle.keys():  # noqa: SIM118  (not a mapping)
+                part = handle.get_slice(name)
+                if part.get_dtype() not in ("F32", "BF16", "F16"):
+                    raise FormatError(
+                        f"{shard}: tensor {name} has type {part.get_dtype()}: "
+                        "float32, bfloat16 and float16 can be loaded"
+                    )
+                self.files[name] = handle
+                shapes[name] = tuple(part.get_shape())
+        match = match_names(spec, shapes, "hf", shapes)
+        match.require(str(shards[0].parent))
+        self.names = match.found
+
+    def vector(self, name: str) -> Tensor | None:
+        """A norm or bias as float32 [width]."""
+        if name not in self.names:
+            return None
+        tensor: Tensor = self.files[self.names[name]].get_tensor(self.names[name])
+        return tensor.float()
+
+    def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
+        """Write the matrix slice by slice."""
+        part = self.files[self.names[name]].get_slice(self.names[name])
+        rows = part.get_shape()[0]
+        step = max(1, SLICE_BYTES // (weight.k * 2))
+        for start in range(0, rows, step):
+            values = part[start : min(rows, start + step)]
+            weight.fill(first + start, values)
+            yield values.numel() * values.element_size()
+
+
+def loaded_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    """Bytes that the matrices of ``spec`` take once loaded, an embedding that is also the head counted once."""
+    total = 0
+    for tensor in expected_tensors(spec).values():
+        if not tensor.optional:
+            size = 1
+            for extent in tensor.shape:
+                size *= extent
+            total += size * (element_bytes if len(tensor.shape) > 1 else 4)
+    return total
+
+
+def _unpack(raw: bytes, kind: int, width: int) -> Tensor:
+    """GGUF blocks as float32 [rows, width], by the ``gguf`` package: what the native unpacking is held against."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    quantised = GGMLQuantizationType(kind)
+    block, size = GGML_QUANT_SIZES[quantised]
+    data = np.frombuffer(raw, dtype=np.uint8).reshape(-1, width // block * size)
+    try:
+        return torch.from_numpy(np.array(dequantize(data, quantised), dtype=np.float32))
+    except NotImplementedError as error:
+        raise WeightsError(
+            f"tensors of type {quantised.name} cannot be unpacked: requantise the file (Q4_K_M, Q8_0, ...)"
+        ) from error
+
+
+def _scatter(weight: Weight, values: Tensor, place: Tensor) -> None:
+    """Rows to their places, consecutive ones together."""
+    breaks = (torch.nonzero(place[1:] - place[:-1] != 1).flatten() + 1).tolist()
+    for start, stop in zip([0, *breaks], [*breaks, len(place)], strict=True):
+        weight.fill(int(place[start]), values[start:stop])
+
+
+def _address(raw: bytes) -> int:
+    """Where the bytes stand; they must outlive the use."""
+    return ctypes.cast(ctypes.c_char_p(raw), ctypes.c_void_p).value or 0

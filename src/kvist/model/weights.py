@@ -1,0 +1,148 @@
+"""A checkpoint becomes packed weights, each held once: what the decoder's operations name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvist.base.dtypes import DType
+from kvist.base.errors import OutOfMemory, SpecError
+from kvist.base.machine import available_memory
+from kvist.kernels.ops import Backend, NormWeight, Weight
+from kvist.model.checkpoint import Checkpoint, loaded_bytes
+from kvist.spec.model import Attention, LayerSpec, ModelSpec, Norm
+
+# Called with (bytes read so far, bytes in all are unknown) while a model loads.
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer's tensors. qkv [(H + G) * D + G * Dv, hidden]; gate_up is a glu weight [2 * ffn, hidden]."""
+
+    input_norm: NormWeight
+    qkv: Weight
+    qkv_bias: Tensor | None
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
+    o: Weight
+    o_bias: Tensor | None
+    post_attention_norm: NormWeight | None
+    pre_ffn_norm: NormWeight
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+    post_ffn_norm: NormWeight | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelWeights:
+    """All tensors of a model. ``head`` is the same object as ``embed`` when they are tied."""
+
+    dtype: DType
+    embed: Weight
+    layers: tuple[LayerWeights, ...]
+    final_norm: NormWeight
+    head: Weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices, a tied one counted once."""
+        parts: dict[int, Weight] = {id(self.embed): self.embed, id(self.head): self.head}
+        for layer in self.layers:
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                parts[id(weight)] = weight
+        return sum(weight.nbytes for weight in parts.values())
+
+
+def require_memory(spec: ModelSpec, dtype: DType, name: str) -> None:
+    """Refuse, before anything is read, a model whose weights do not fit: OutOfMemory with both sizes."""
+    needed, available = loaded_bytes(spec, dtype.bytes), available_memory()
+    if available is not None and needed > available:
+        raise OutOfMemory(
+            f"{name}: its weights take {needed / 2**30:.2f} GiB as {dtype.name}, and {available / 2**30:.2f} GiB "
+            "are free: nothing was loaded; use a smaller model"
+            + (", --dtype bfloat16," if dtype.bytes > 2 else "")
+            + " or a machine with more memory"
+        )
+
+
+def load_weights(
+    spec: ModelSpec, checkpoint: Checkpoint, backend: Backend, dtype: DType, progress: Progress | None = None
+) -> ModelWeights:
+    """Read every tensor of ``spec`` into ``backend``'s own form, as ``dtype`` (float32 or bfloat16).
+
+    ``progress`` is called with the bytes read of every slice. Raises SpecError for a layer kind that cannot run.
+    """
+    return _Loader(spec, checkpoint, backend, dtype, progress).load()
+
+
+class _Loader:
+    def __init__(
+        self, spec: ModelSpec, checkpoint: Checkpoint, backend: Backend, dtype: DType, progress: Progress | None
+    ) -> None:
+        self.spec, self.checkpoint, self.backend, self.dtype = spec, checkpoint, backend, dtype
+        self.progress = progress or (lambda nbytes: None)
+
+    def load(self) -> ModelWeights:
+        spec = self.spec
+        embed = self.matrix(spec.vocab_size, spec.hidden_size, ("embed",))
+        head = embed if spec.tied_embeddings else self.matrix(spec.vocab_size, spec.hidden_size, ("head",))
+        layers = tuple(self.layer(index, layer) for index, layer in enumerate(spec.layers))
+        return ModelWeights(self.dtype, embed, layers, self.norm("final_norm", spec.norm), head)
+
+    def layer(self, index: int, layer: LayerSpec) -> LayerWeights:
+        a, at = layer.attention, f"layers.{index}."
+        if not isinstance(a, Attention):
+            raise SpecError(f"layer {index} is of kind {type(a).__name__}, which can be planned but not run")
+        hidden, ffn, post = self.spec.hidden_size, layer.feed_forward.intermediate_size, layer.post_norms
+        qk_norm = Norm("rms", layer.norm.eps, layer.norm.offset)
+        qkv_rows = (a.num_heads + a.num_kv_heads) * a.head_dim + a.num_kv_heads * a.v_head_dim
+        return LayerWeights(
+            input_norm=self.norm(at + "input_norm", layer.norm),
+            qkv=self.matrix(qkv_rows, hidden, (at + "q", at + "k", at + "v")),
+            qkv_bias=self.bias((at + "q", at + "k", at + "v")),
+            q_norm=self.norm(at + "q_norm", qk_norm) if a.qk_norm else None,
+            k_norm=self.norm(at + "k_norm", qk_norm) if a.qk_norm else None,
+            o=self.matrix(hidden, a.num_heads * a.v_head_dim, (at + "o",)),
+            o_bias=self.bias((at + "o",)),
+            post_attention_norm=self.norm(at + "post_attention_norm", layer.norm) if post else None,
+            pre_ffn_norm=self.norm(at + "pre_ffn_norm", layer.norm),
+            gate_up=self.matrix(2 * ffn, hidden, (at + "gate", at + "up"), glu=True),
+            gate_up_bias=self.bias((at + "gate", at + "up")),
+            down=self.matrix(hidden, ffn, (at + "down",)),
+            down_bias=self.bias((at + "down",)),
+            post_ffn_norm=self.norm(at + "post_ffn_norm", layer.norm) if post else None,
+        )
+
+    def matrix(self, n: int, k: int, names: tuple[str, ...], glu: bool = False) -> Weight:
+        """The tensors ``names`` one below the other."""
+        weight = self.backend.weight(n, k, self.dtype, glu)
+        from_spec = _rows(self.spec)
+        first = 0
+        for name in names:
+            for nbytes in self.checkpoint.fill(name, weight, first):
+                self.progress(nbytes)
+            first += from_spec[name]
+        return weight
+
+    def norm(self, name: str, norm: Norm) -> NormWeight:
+        if norm.kind != "rms":
+            raise SpecError(f"{name} is a norm of kind {norm.kind!r}: rms is what can run")
+        weight = self.checkpoint.vector(name)
+        assert weight is not None  # names were checked when the checkpoint was opened
+        return NormWeight((weight + norm.offset).contiguous(), norm.eps)
+
+    def bias(self, names: tuple[str, ...]) -> Tensor | None:
+        parts = [part for part in (self.checkpoint.vector(f"{name}.bias") for name in names) if part is not None]
+        return torch.cat(parts).contiguous() if parts else None
+
+
+def _rows(spec: ModelSpec) -> dict[str, int]:
+    from kvist.spec.names import expected_tensors
+
+    return {name: tensor.shape[0] for name, tensor in expected_tensors(spec).items()}

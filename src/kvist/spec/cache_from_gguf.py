@@ -1,0 +1,131 @@
+"""GGUF metadata to CacheSpec: the header's keys are renamed to config fields, and the same family rules apply."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvist.base.errors import UnknownArchitecture
+from kvist.spec.cache_spec import spec_from_fields
+from kvist.spec.families import BY_GGUF, Family
+from kvist.spec.from_gguf import main_type
+from kvist.spec.gguf_file import GgufFile, read_gguf
+from kvist.spec.kept import CacheSpec
+from kvist.spec.read import Fields
+from kvist.spec.rules import LAYERS, Coded, Every, Indexed, StateRule
+
+_FIELDS = {
+    "num_hidden_layers": ("block_count",),
+    "hidden_size": ("embedding_length",),
+    "num_key_value_heads": ("attention.head_count_kv",),
+    "v_head_dim": ("attention.value_length_mla", "attention.value_length"),
+    "max_position_embeddings": ("context_length",),
+    "sliding_window": ("attention.sliding_window",),
+    "kv_lora_rank": ("attention.kv_lora_rank",),
+    "q_lora_rank": ("attention.q_lora_rank",),
+    "qk_rope_head_dim": ("rope.dimension_count",),
+    "num_kv_shared_layers": ("attention.shared_kv_layers",),
+    "full_attention_interval": ("full_attention_interval",),
+    "num_nextn_predict_layers": ("nextn_predict_layers",),
+    "index_head_dim": ("attention.indexer.key_length",),
+}
+_STATE = StateRule(
+    "state",
+    state=("ssm.inner_size", "ssm.state_size"),
+    channels=(("ssm.inner_size",), (2, "ssm.group_count", "ssm.state_size")),
+    kernel="ssm.conv_kernel",
+    defaults={"ssm.group_count": 1},
+)
+_MAMBA1 = replace(_STATE, channels=(("ssm.inner_size",),))
+_SHORT_CONV = StateRule("shortconv", channels=(("embedding_length",),), kernel="shortconv.l_cache")
+
+
+def gguf_cache_spec(source: GgufFile | str | Path) -> CacheSpec:
+    """What the model in a GGUF file keeps, with the exact bytes of its tensors as its weights."""
+    file = source if isinstance(source, GgufFile) else read_gguf(source)
+    name = file.metadata.get("general.architecture")
+    family = BY_GGUF.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise UnknownArchitecture(f"{file.path}: no row for architecture {name!r}; known are {', '.join(BY_GGUF)}")
+    head = f"{name}."
+    data = {key[len(head) :]: value for key, value in file.metadata.items() if key.startswith(head)}
+    where = f"{file.path.name}: {name}"
+    if family.cache.encoder_only:
+        data["num_hidden_layers"] = data.get("block_count")
+    config = _config(data, where, family)
+    spec = spec_from_fields(_family(family, data), Fields(config, where), weights=_weights(file))
+    return replace(spec, architecture=str(name), dtype=main_type(file), dtype_source="the type of most tensor bytes")
+
+
+def _weights(file: GgufFile) -> tuple[int, str]:
+    parts = file.metadata.get("split.count", 1)
+    told = "exact: the tensors of the file" if parts == 1 else f"only this one of {parts} parts"
+    return sum(tensor.nbytes for tensor in file.tensors.values()), told
+
+
+def _config(data: dict[str, Any], where: str, family: Family) -> dict[str, Any]:
+    """The header's keys under the names that the rules read; what has no such name stays under its own."""
+    config = dict(data)
+    for field, keys in _FIELDS.items():
+        value = next((data[key] for key in keys if data.get(key) is not None), None)
+        if value is not None:
+            config[field] = value
+    heads = data.get("attention.head_count")
+    config["num_attention_heads"] = max(heads) if isinstance(heads, list) and heads else heads
+    key, key_swa = data.get("attention.key_length"), data.get("attention.key_length_swa")
+    config["head_dim"] = key_swa or key
+    if key_swa:
+        config["global_head_dim"] = key
+        config["v_head_dim"] = data.get("attention.value_length_swa")
+    if config.get("head_dim") is None and isinstance(config["num_attention_heads"], int):
+        width = data.get("embedding_length")
+        if isinstance(width, int) and config["num_attention_heads"] and width % config["num_attention_heads"] == 0:
+            config["head_dim"] = width // config["num_attention_heads"]
+    full = data.get("attention.key_length_mla") or key
+    if config.get("kv_lora_rank") and isinstance(full, int) and full > config["kv_lora_rank"]:
+        full = None
+    if config.get("kv_lora_rank") and isinstance(full, int) and isinstance(config.get("qk_rope_head_dim"), int):
+        config["qk_nope_head_dim"] = full - config["qk_rope_head_dim"]
+    layers, nextn = data.get("block_count"), data.get("nextn_predict_layers")
+    if isinstance(layers, int) and isinstance(nextn, int) and 0 < nextn < layers:
+        config["num_hidden_layers"] = layers - nextn
+    _add_layer_types(config, data, family)
+    return config
+
+
+def _add_layer_types(config: dict[str, Any], data: dict[str, Any], family: Family) -> None:
+    """Layer lists: flags for windows, zeros among the kv heads for layers that keep a state or nothing."""
+    pattern = data.get("attention.sliding_window_pattern")
+    kv_heads, widths = data.get("attention.head_count_kv"), data.get("feed_forward_length")
+    if isinstance(pattern, list):
+        config["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in pattern]
+    elif isinstance(pattern, int):
+        config["sliding_window_pattern"] = pattern
+    elif isinstance(kv_heads, list) and family.cache.state is not None:
+        state = family.cache.state.kind
+        empty = [isinstance(widths, list) and i < len(widths) and widths[i] > 0 for i in range(len(kv_heads))]
+        has_plain = isinstance(family.cache.pattern, Coded) and "none" in family.cache.pattern.kinds.values()
+        config["layer_types"] = [
+            "full_attention" if heads else "mlp" if has_plain and empty[i] else _word(state)
+            for i, heads in enumerate(kv_heads)
+        ]
+
+
+def _word(state: str) -> str:
+    return "conv" if state == "shortconv" else "mamba"
+
+
+def _family(family: Family, data: dict[str, Any]) -> Family:
+    """The family's rule, with its state read from the header's own fields and its lists from the header's arrays."""
+    rule = replace(family.cache, layers=LAYERS, v_head_dim=("v_head_dim",))
+    if rule.state is not None:
+        plain = {"shortconv": _SHORT_CONV, "mamba1": _MAMBA1}.get(rule.state.kind, _STATE)
+        rule = replace(rule, state=replace(plain, kind=rule.state.kind))
+    if rule.heads == () and isinstance(rule.pattern, Every):
+        return replace(family, cache=rule)
+    if isinstance(rule.pattern, Indexed | Coded) and not isinstance(data.get("attention.head_count_kv"), list):
+        return replace(family, cache=rule)
+    if "full" in rule.overrides and not data.get("attention.key_length_swa"):
+        rule = replace(rule, overrides={})
+    return replace(family, cache=rule)

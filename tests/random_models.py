@@ -1,0 +1,145 @@
+"""Small random models of every attention kind, on real kernels, ready for the laws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
+from kvist.kernels.native import NativeBackend, variants
+from kvist.kernels.ops import Backend, NormWeight
+from kvist.model.weights import LayerWeights, ModelWeights
+from kvist.spec.model import Attention, FeedForward, LayerSpec, ModelSpec, Norm, Rope
+from kvist.verify.course import Subject
+
+VOCAB, HIDDEN = 97, 48
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What distinguishes one small model: heads, widths, and one window (or None) for each layer."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    v_head_dim: int = 16
+    windows: tuple[int | None, ...] = (None, None, None)
+    rotary: int | None = None  # None: the whole head
+    qk_norm: bool = False
+    post_norms: bool = False
+    softcap: float | None = None
+    sinks: int = 0
+    bias: bool = False
+    activation: str = "silu"
+
+
+KINDS = {
+    "grouped": Kind(),
+    "multi-head": Kind(kv_heads=4),
+    "multi-query": Kind(kv_heads=1, heads=5),
+    "group of three, odd widths": Kind(heads=6, kv_heads=2, head_dim=24, v_head_dim=20),
+    "windows": Kind(windows=(40, 40, None, 40), qk_norm=True, post_norms=True, activation="gelu_tanh"),
+    "window across splits": Kind(windows=(200, None)),
+    "soft cap, biases, partial rotation": Kind(softcap=5.0, bias=True, rotary=8),
+    "no rotation": Kind(rotary=0),
+}
+
+
+def spec_of(kind: Kind) -> ModelSpec:
+    """The kind as a model's facts."""
+    rotary = kind.head_dim if kind.rotary is None else kind.rotary
+    norm = Norm("rms", 1e-5)
+    layers = tuple(
+        LayerSpec(
+            attention=Attention(
+                num_heads=kind.heads,
+                num_kv_heads=kind.kv_heads,
+                head_dim=kind.head_dim,
+                v_head_dim=kind.v_head_dim,
+                scale=kind.head_dim**-0.5,
+                window=window,
+                rope=Rope(10000.0, rotary) if rotary else None,
+                qk_norm=kind.qk_norm,
+                qkv_bias=kind.bias,
+                out_bias=kind.bias,
+                softcap=kind.softcap,
+                sinks=kind.sinks if window else 0,
+            ),
+            feed_forward=FeedForward(80, kind.activation, kind.bias),
+            norm=norm,
+            post_norms=kind.post_norms,
+        )
+        for window in kind.windows
+    )
+    return ModelSpec("random", "random", HIDDEN, VOCAB, layers, norm, 4096, True, "float32")
+
+
+@cache
+def subject(name: str, dtype: DType = FLOAT32, variant: str | None = None) -> Subject:
+    """A random model of kind ``name``; the same weights for every type and variant."""
+    return subject_of(KINDS[name], dtype, NativeBackend(variant or variants()[0], 2), name)
+
+
+def subject_of(kind: Kind, dtype: DType, backend: Backend, name: str = "random") -> Subject:
+    """A random model on ``backend``."""
+    spec = spec_of(kind)
+    draw = torch.Generator().manual_seed(7)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw) / shape[-1] ** 0.5
+
+    def matrix(n: int, k: int, glu: bool = False):  # type: ignore[no-untyped-def]
+        weight = backend.weight(n, k, dtype, glu)
+        weight.fill(0, 2 * values(n, k))
+        return weight
+
+    def norm(width: int) -> NormWeight:
+        return NormWeight(1 + 0.3 * torch.randn(width, generator=draw), 1e-5)
+
+    def layer(spec_layer: LayerSpec) -> LayerWeights:
+        a, ffn = spec_layer.attention, spec_layer.feed_forward.intermediate_size
+        assert isinstance(a, Attention)
+        qkv = (a.num_heads + a.num_kv_heads) * a.head_dim + a.num_kv_heads * a.v_head_dim
+        return LayerWeights(
+            input_norm=norm(HIDDEN),
+            qkv=matrix(qkv, HIDDEN),
+            qkv_bias=values(qkv) if kind.bias else None,
+            q_norm=norm(a.head_dim) if a.qk_norm else None,
+            k_norm=norm(a.head_dim) if a.qk_norm else None,
+            o=matrix(HIDDEN, a.num_heads * a.v_head_dim),
+            o_bias=values(HIDDEN) if kind.bias else None,
+            post_attention_norm=norm(HIDDEN) if kind.post_norms else None,
+            pre_ffn_norm=norm(HIDDEN),
+            gate_up=matrix(2 * ffn, HIDDEN, glu=True),
+            gate_up_bias=values(2 * ffn) if kind.bias else None,
+            down=matrix(HIDDEN, ffn),
+            down_bias=values(HIDDEN) if kind.bias else None,
+            post_ffn_norm=norm(HIDDEN) if kind.post_norms else None,
+        )
+
+    embed = matrix(VOCAB, HIDDEN)
+    weights = ModelWeights(dtype, embed, tuple(layer(x) for x in spec.layers), norm(HIDDEN), embed)
+
+    def threads(count: int | None) -> Backend:
+        if isinstance(backend, NativeBackend):
+            return type(backend)(backend.variant, count or 2)
+        return backend
+
+    return Subject(name, spec, weights, dtype, threads)
+
+
+def random_tokens(count: int, seed: int = 3) -> list[int]:
+    """``count`` token ids."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (count,), generator=draw).tolist()
+
+
+@dataclass(slots=True)
+class Everything:
+    """Types and variants for parametrisation."""
+
+    dtypes: tuple[DType, ...] = (FLOAT32, BFLOAT16)
+    variants: list[str] = field(default_factory=variants)
