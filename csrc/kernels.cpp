@@ -1,6 +1,7 @@
 // One instruction set's kernels. This file is compiled once per variant, with that variant's flags.
 #include "append.h"
 #include "attend.h"
+#include "dequant.h"
 #include "linear.h"
 
 namespace KVIST_VARIANT {
@@ -24,6 +25,6 @@ static size_t common_bytes(const Op& op, const Step& step) {
 extern const Kernels table;
 #define KV_TEXT(x) #x
 #define KV_NAME(x) KV_TEXT(x)
-const Kernels table = {KV_NAME(KVIST_VARIANT), exec, common_bytes, pack, unpack_row};
+const Kernels table = {KV_NAME(KVIST_VARIANT), exec, common_bytes, pack, unpack_row, gguf::row_bytes, gguf::row};
 
 }  // namespace KVIST_VARIANT

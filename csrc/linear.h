@@ -22,9 +22,15 @@ template <class T> inline void pack_row(uint8_t* panel, int64_t lane, int64_t k,
     float* out = (float*)panel;
     for (int64_t i = 0; i < k; ++i) out[i * PANEL + lane] = std::is_same_v<T, float> ? float(x[i]) : bf16_to(uint16_t(x[i]));
   } else {
-    uint16_t* out = (uint16_t*)panel;
-    for (int64_t i = 0; i < k; ++i)
-      out[((i / 2) * PANEL + lane) * 2 + i % 2] = std::is_same_v<T, float> ? bf16_of(float(x[i])) : uint16_t(x[i]);
+    uint32_t* out = (uint32_t*)panel + lane;
+    uint16_t pairs[2 * LANES];
+    for (int64_t i = 0; i < k; i += 2 * LANES) {
+      const int64_t count = std::min<int64_t>(2 * LANES, k - i);
+      if (!std::is_same_v<T, float>) std::memcpy(pairs, x + i, size_t(count) * 2);
+      else if (count == 2 * LANES) { store_bf16(pairs, load((const float*)x + i)); store_bf16(pairs + LANES, load((const float*)x + i + LANES)); }
+      else for (int64_t j = 0; j < count; ++j) pairs[j] = bf16_of(float(x[i + j]));
+      for (int64_t j = 0; j < count / 2; ++j) std::memcpy(out + (i / 2 + j) * PANEL, pairs + 2 * j, 4);
+    }
   }
 }
 

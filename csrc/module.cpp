@@ -41,11 +41,11 @@ static Store store_of(Address data, int64_t blocks, int64_t block_bytes, int blo
 // Rows i of `in` (float32, bfloat16, or a GGUF type when gguf >= 0) become packed rows row_map[i], or first + i.
 static void pack_rows(const std::string& kernels, const Weight& w, Address in, int type, int gguf, int64_t count, int64_t first, Address row_map, int threads) {
   const Kernels& kernel = kernels_named(kernels);
-  if (gguf >= 0 && !dequantize_known(gguf)) throw std::invalid_argument("GGUF type " + std::to_string(gguf) + " is not known to the native unpacking");
+  const size_t row_bytes = gguf >= 0 ? kernel.gguf_row_bytes(gguf, w.k) : size_t(w.k) * type_bytes(Type(type));
+  if (!row_bytes) throw std::invalid_argument("rows of " + std::to_string(w.k) + " in GGUF type " + std::to_string(gguf) + " cannot be unpacked here");
   const int64_t* map = (const int64_t*)row_map;
   if (first < 0 || (!map && first + count > w.n)) throw std::invalid_argument("rows beyond the weight");
   nb::gil_scoped_release release;
-  const size_t row_bytes = gguf >= 0 ? dequantize_row_bytes(gguf, w.k) : size_t(w.k) * type_bytes(Type(type));
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> temp(gguf >= 0 ? size_t(w.k) : 0);
@@ -55,7 +55,7 @@ static void pack_rows(const std::string& kernels, const Weight& w, Address in, i
         const uint8_t* x = (const uint8_t*)in + size_t(i) * row_bytes;
         const int64_t row = map ? map[i] : first + i;
         if (gguf >= 0) {
-          dequantize_row(gguf, x, w.k, temp.data());
+          kernel.gguf_row(gguf, x, w.k, temp.data());
           kernel.pack(w, (void*)w.data, row, temp.data(), Type::f32, 1, w.k);
         } else {
           kernel.pack(w, (void*)w.data, row, x, Type(type), 1, w.k);
@@ -91,13 +91,13 @@ NB_MODULE(_native, m) {
       kernel.unpack(w, row, (float*)out + i * w.k);
     }
   }, "kernels"_a, "weight"_a, "ids"_a, "count"_a, "out"_a);
-  m.def("gguf_known", &dequantize_known, "type"_a);
-  m.def("gguf_dequantize", [](int type, Address in, int64_t rows, int64_t k, Address out) {
-    if (!dequantize_known(type)) throw std::invalid_argument("GGUF type " + std::to_string(type) + " is not known to the native unpacking");
+  m.def("gguf_dequantize", [](const std::string& kernels, int type, Address in, int64_t rows, int64_t k, Address out) {
+    const Kernels& kernel = kernels_named(kernels);
+    const size_t row_bytes = kernel.gguf_row_bytes(type, k);
+    if (!row_bytes) throw std::invalid_argument("rows of " + std::to_string(k) + " in GGUF type " + std::to_string(type) + " cannot be unpacked here");
     nb::gil_scoped_release release;
-    for (int64_t i = 0; i < rows; ++i)
-      dequantize_row(type, (const uint8_t*)in + size_t(i) * dequantize_row_bytes(type, k), k, (float*)out + i * k);
-  }, "type"_a, "data"_a, "rows"_a, "k"_a, "out"_a);
+    for (int64_t i = 0; i < rows; ++i) kernel.gguf_row(type, (const uint8_t*)in + size_t(i) * row_bytes, k, (float*)out + i * k);
+  }, "kernels"_a, "type"_a, "data"_a, "rows"_a, "k"_a, "out"_a);
   m.def("read_bandwidth", [](Address data, size_t bytes, int threads, int passes) {
     nb::gil_scoped_release release;
     return read_bandwidth((const uint8_t*)data, bytes, threads, passes);

@@ -25,11 +25,6 @@ class Program {
   std::vector<Scratch> own_;
 };
 
-// Rows of a GGUF tensor to float32; `type` is ggml's number. Returns false when the type is not known here.
-bool dequantize_known(int type);
-size_t dequantize_row_bytes(int type, int64_t k);
-void dequantize_row(int type, const uint8_t* in, int64_t k, float* out);
-
 // Bytes per second that `threads` threads read from `bytes` of memory, each its own part, summing whole cache lines.
 double read_bandwidth(const uint8_t* data, size_t bytes, int threads, int passes);
 

@@ -16,34 +16,51 @@ namespace KVIST_VARIANT {
 constexpr int LANES = 16;
 
 #if defined(KVIST_VARIANT_AVX512BF16) || defined(KVIST_VARIANT_AVX512)
+#define KVIST_PARTS 1
 constexpr int PART_LANES = 16;
 constexpr int MAX_ACC = 24;   // accumulators of one tile: rows x vectors
 constexpr int MAX_ROWS = 12;  // rows of one tile
 #elif defined(KVIST_VARIANT_AVX2)
+#define KVIST_PARTS 2
 constexpr int PART_LANES = 8;
 constexpr int MAX_ACC = 6;
 constexpr int MAX_ROWS = 3;
 #elif defined(__aarch64__)
+#define KVIST_PARTS 4
 constexpr int PART_LANES = 4;
 constexpr int MAX_ACC = 6;
 constexpr int MAX_ROWS = 3;
 #else
+#define KVIST_PARTS 4
 constexpr int PART_LANES = 4;
 constexpr int MAX_ACC = 4;
 constexpr int MAX_ROWS = 2;
 #endif
-constexpr int PARTS = LANES / PART_LANES;
+constexpr int PARTS = KVIST_PARTS;
+static_assert(PARTS * PART_LANES == LANES);
 constexpr int PART_BYTES = PART_LANES * 4;
 
 typedef float part_f __attribute__((vector_size(PART_BYTES)));
 typedef int32_t part_i __attribute__((vector_size(PART_BYTES)));
 typedef uint32_t part_u __attribute__((vector_size(PART_BYTES)));
 
+// The same at any address. Memory is read and written register by register: a copy of the whole would pass by the stack.
+typedef float loose_f __attribute__((vector_size(PART_BYTES), aligned(1), may_alias));
+typedef int32_t loose_i __attribute__((vector_size(PART_BYTES), aligned(1), may_alias));
+
 struct vf { part_f p[PARTS]; };
 struct vi { part_i p[PARTS]; };
 
 #define KV_INLINE inline __attribute__((always_inline))
-#define KV_EACH for (int i_ = 0; i_ < PARTS; ++i_)
+// Once for each native register, written out: loops over parts would keep tiles in memory instead of registers.
+#define KV_ONCE(i, ...) { constexpr int i_ = i; __VA_ARGS__ }
+#if KVIST_PARTS == 1
+#define KV_EACH(...) KV_ONCE(0, __VA_ARGS__)
+#elif KVIST_PARTS == 2
+#define KV_EACH(...) KV_ONCE(0, __VA_ARGS__) KV_ONCE(1, __VA_ARGS__)
+#else
+#define KV_EACH(...) KV_ONCE(0, __VA_ARGS__) KV_ONCE(1, __VA_ARGS__) KV_ONCE(2, __VA_ARGS__) KV_ONCE(3, __VA_ARGS__)
+#endif
 
 KV_INLINE part_f part_fma(part_f a, part_f b, part_f c) {
 #if defined(KVIST_VARIANT_AVX512BF16) || defined(KVIST_VARIANT_AVX512)
@@ -57,40 +74,51 @@ KV_INLINE part_f part_fma(part_f a, part_f b, part_f c) {
 #endif
 }
 
-KV_INLINE vf fma(vf a, vf b, vf c) { vf r; KV_EACH r.p[i_] = part_fma(a.p[i_], b.p[i_], c.p[i_]); return r; }
-KV_INLINE vf add(vf a, vf b) { vf r; KV_EACH r.p[i_] = a.p[i_] + b.p[i_]; return r; }
-KV_INLINE vf sub(vf a, vf b) { vf r; KV_EACH r.p[i_] = a.p[i_] - b.p[i_]; return r; }
-KV_INLINE vf mul(vf a, vf b) { vf r; KV_EACH r.p[i_] = a.p[i_] * b.p[i_]; return r; }
-KV_INLINE vf div(vf a, vf b) { vf r; KV_EACH r.p[i_] = a.p[i_] / b.p[i_]; return r; }
-KV_INLINE vf set1(float x) { vf r; KV_EACH r.p[i_] = part_f{} + x; return r; }
-KV_INLINE vf zero() { vf r; KV_EACH r.p[i_] = part_f{}; return r; }
-KV_INLINE vf load(const float* x) { vf r; std::memcpy(&r, x, sizeof r); return r; }
-KV_INLINE void store(float* x, vf a) { std::memcpy(x, &a, sizeof a); }
+KV_INLINE vf fma(vf a, vf b, vf c) { vf r; KV_EACH(r.p[i_] = part_fma(a.p[i_], b.p[i_], c.p[i_]);) return r; }
+KV_INLINE vf add(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] + b.p[i_];) return r; }
+KV_INLINE vf sub(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] - b.p[i_];) return r; }
+KV_INLINE vf mul(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] * b.p[i_];) return r; }
+KV_INLINE vf div(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] / b.p[i_];) return r; }
+KV_INLINE vf set1(float x) { vf r; KV_EACH(r.p[i_] = part_f{} + x;) return r; }
+KV_INLINE vf zero() { vf r; KV_EACH(r.p[i_] = part_f{};) return r; }
+KV_INLINE vf load(const void* x) { vf r; KV_EACH(r.p[i_] = *(const loose_f*)((const char*)x + i_ * PART_BYTES);) return r; }
+KV_INLINE void store(void* x, vf a) { KV_EACH(*(loose_f*)((char*)x + i_ * PART_BYTES) = a.p[i_];) }
 // Lane-wise choice by comparison: the other side's value never enters an operation, so NaN and infinity stay out.
-KV_INLINE vf select(vi mask, vf a, vf b) { vf r; KV_EACH r.p[i_] = (part_f)(((part_i)a.p[i_] & mask.p[i_]) | ((part_i)b.p[i_] & ~mask.p[i_])); return r; }
-KV_INLINE vi less(vf a, vf b) { vi r; KV_EACH r.p[i_] = a.p[i_] < b.p[i_]; return r; }
-KV_INLINE vi less_equal(vi a, vi b) { vi r; KV_EACH r.p[i_] = a.p[i_] <= b.p[i_]; return r; }
-KV_INLINE vi less(vi a, vi b) { vi r; KV_EACH r.p[i_] = a.p[i_] < b.p[i_]; return r; }
-KV_INLINE vi both(vi a, vi b) { vi r; KV_EACH r.p[i_] = a.p[i_] & b.p[i_]; return r; }
-KV_INLINE vi either(vi a, vi b) { vi r; KV_EACH r.p[i_] = a.p[i_] | b.p[i_]; return r; }
-KV_INLINE vi iset1(int32_t x) { vi r; KV_EACH r.p[i_] = part_i{} + x; return r; }
+KV_INLINE vf select(vi mask, vf a, vf b) { vf r; KV_EACH(r.p[i_] = (part_f)(((part_i)a.p[i_] & mask.p[i_]) | ((part_i)b.p[i_] & ~mask.p[i_]));) return r; }
+KV_INLINE vi less(vf a, vf b) { vi r; KV_EACH(r.p[i_] = a.p[i_] < b.p[i_];) return r; }
+KV_INLINE vi less_equal(vi a, vi b) { vi r; KV_EACH(r.p[i_] = a.p[i_] <= b.p[i_];) return r; }
+KV_INLINE vi less(vi a, vi b) { vi r; KV_EACH(r.p[i_] = a.p[i_] < b.p[i_];) return r; }
+KV_INLINE vi both(vi a, vi b) { vi r; KV_EACH(r.p[i_] = a.p[i_] & b.p[i_];) return r; }
+KV_INLINE vi either(vi a, vi b) { vi r; KV_EACH(r.p[i_] = a.p[i_] | b.p[i_];) return r; }
+KV_INLINE vi iset1(int32_t x) { vi r; KV_EACH(r.p[i_] = part_i{} + x;) return r; }
 KV_INLINE vi lanes_from(int32_t first) {
   int32_t x[LANES];
   for (int i = 0; i < LANES; ++i) x[i] = first + i;
-  vi r; std::memcpy(&r, x, sizeof r); return r;
+  vi r; KV_EACH(r.p[i_] = *(const loose_i*)(x + i_ * PART_LANES);) return r;
 }
-KV_INLINE vf max(vf a, vf b) { vf r; KV_EACH r.p[i_] = (part_f)(((part_i)a.p[i_] & (a.p[i_] > b.p[i_])) | ((part_i)b.p[i_] & ~(a.p[i_] > b.p[i_]))); return r; }
+KV_INLINE vf max(vf a, vf b) { vf r; KV_EACH(r.p[i_] = (part_f)(((part_i)a.p[i_] & (a.p[i_] > b.p[i_])) | ((part_i)b.p[i_] & ~(a.p[i_] > b.p[i_])));) return r; }
 
 // Sums and maxima across lanes in one fixed tree: lane i with lane i + 8, then + 4, + 2, + 1.
-KV_INLINE float lane_sum(vf a) {
-  float x[LANES]; store(x, a);
-  for (int step = 8; step; step >>= 1) for (int i = 0; i < step; ++i) x[i] = x[i] + x[i + step];
-  return x[0];
+typedef float four_f __attribute__((vector_size(16)));
+typedef int32_t four_i __attribute__((vector_size(16)));
+template <class F> KV_INLINE float across(vf a, F join) {
+  four_f x[4];
+#if defined(KVIST_VARIANT_AVX512BF16) || defined(KVIST_VARIANT_AVX512)
+  x[0] = (four_f)_mm512_castps512_ps128((__m512)a.p[0]);
+  x[1] = (four_f)_mm512_extractf32x4_ps((__m512)a.p[0], 1);
+  x[2] = (four_f)_mm512_extractf32x4_ps((__m512)a.p[0], 2);
+  x[3] = (four_f)_mm512_extractf32x4_ps((__m512)a.p[0], 3);
+#else
+  store(x, a);
+#endif
+  four_f y = join(join(x[0], x[2]), join(x[1], x[3]));
+  y = join(y, __builtin_shuffle(y, four_i{2, 3, 0, 1}));
+  y = join(y, __builtin_shuffle(y, four_i{1, 0, 3, 2}));
+  return y[0];
 }
+KV_INLINE float lane_sum(vf a) { return across(a, [](four_f x, four_f y) { return x + y; }); }
 KV_INLINE float lane_max(vf a) {
-  float x[LANES]; store(x, a);
-  for (int step = 8; step; step >>= 1) for (int i = 0; i < step; ++i) x[i] = x[i] > x[i + step] ? x[i] : x[i + step];
-  return x[0];
+  return across(a, [](four_f x, four_f y) { const four_i m = x > y; return (four_f)(((four_i)x & m) | ((four_i)y & ~m)); });
 }
 
 // ---- bfloat16 and float16 -----------------------------------------------------------------------------------------
@@ -104,12 +132,12 @@ KV_INLINE float bf16_to(uint16_t h) { uint32_t u = uint32_t(h) << 16; float x; s
 
 KV_INLINE vf round_bf16(vf a) {  // to bfloat16 and back, as bf16_of does it
   vf r;
-  KV_EACH {
+  KV_EACH(
     part_u u = (part_u)a.p[i_];
     part_u up = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
     part_u nan = (part_u)((u & 0x7fffffffu) > 0x7f800000u);
     r.p[i_] = (part_f)((up & ~nan) | (((u & 0xffff0000u) | 0x00400000u) & nan));
-  }
+  )
   return r;
 }
 KV_INLINE void store_bf16(uint16_t* out, vf a) {
@@ -117,8 +145,20 @@ KV_INLINE void store_bf16(uint16_t* out, vf a) {
 #if defined(KVIST_VARIANT_AVX512BF16) || defined(KVIST_VARIANT_AVX512)
   _mm256_storeu_si256((__m256i*)out, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)((part_u)r.p[0] >> 16)));
 #else
-  uint32_t x[LANES]; std::memcpy(x, &r, sizeof r);
+  uint32_t x[LANES]; store(x, r);
   for (int i = 0; i < LANES; ++i) out[i] = uint16_t(x[i] >> 16);
+#endif
+}
+// Round and store sixteen probabilities (no denormals among them); gives back what was stored.
+KV_INLINE vf keep_bf16(uint16_t* out, vf a) {
+#if defined(KVIST_VARIANT_AVX512BF16)
+  const __m256i h = (__m256i)_mm512_cvtneps_pbh((__m512)a.p[0]);
+  _mm256_storeu_si256((__m256i*)out, h);
+  vf r; r.p[0] = (part_f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); return r;
+#else
+  a = round_bf16(a);
+  store_bf16(out, a);
+  return a;
 #endif
 }
 KV_INLINE vf load_bf16(const uint16_t* in) {
@@ -127,7 +167,7 @@ KV_INLINE vf load_bf16(const uint16_t* in) {
 #else
   uint32_t x[LANES];
   for (int i = 0; i < LANES; ++i) x[i] = uint32_t(in[i]) << 16;
-  vf r; std::memcpy(&r, x, sizeof r); return r;
+  return load(x);
 #endif
 }
 
@@ -181,7 +221,7 @@ KV_INLINE vf load_f16(const uint16_t* in) {
 // Results that would be denormal are exactly 0, so exp(-inf) is 0; above 88.72 the result is +inf; NaN stays NaN.
 KV_INLINE vf exp(vf x) {
   vf r;
-  KV_EACH {
+  KV_EACH(
     part_f v = x.p[i_];
     part_i low = v < -87.33654f, high = v > 88.72283f, nan = v != v;
     part_f c = (part_f)((part_i)v & ~(low | high | nan));  // 0 in lanes decided below
@@ -203,14 +243,40 @@ KV_INLINE vf exp(vf x) {
     s = (part_f)((part_i)s & ~low);
     s = (part_f)(((part_i)s & ~high) | ((part_i)inf & high));
     r.p[i_] = (part_f)(((part_i)s & ~nan) | ((part_i)v & nan));
-  }
+  )
+  return r;
+}
+
+// exp for x <= 0 (or NaN, which stays NaN), to the same bits as `exp`: the checks for large x are left out.
+KV_INLINE vf exp_negative(vf x) {
+  vf r;
+  KV_EACH(
+    part_f v = x.p[i_];
+    part_i low = v < -87.33654f;
+    part_f c = (part_f)((part_i)v & ~low);
+    part_f shift = part_f{} + 12582912.0f;
+    part_f n = part_fma(c, part_f{} + 1.44269504088896341f, shift);
+    part_i e = (part_i)n;  // the integer stands in the low bits of the shifted sum
+    n = n - shift;
+    part_f y = part_fma(n, part_f{} - 0.693359375f, c);
+    y = part_fma(n, part_f{} + 2.12194440e-4f, y);
+    part_f q = part_f{} + 1.9875691500e-4f;
+    q = part_fma(q, y, part_f{} + 1.3981999507e-3f);
+    q = part_fma(q, y, part_f{} + 8.3334519073e-3f);
+    q = part_fma(q, y, part_f{} + 4.1665795894e-2f);
+    q = part_fma(q, y, part_f{} + 1.6666665459e-1f);
+    q = part_fma(q, y, part_f{} + 5.0000001201e-1f);
+    q = part_fma(q * y, y, y) + 1.0f;
+    part_f s = q * (part_f)((e + 127) << 23);
+    r.p[i_] = (part_f)((part_i)s & ~low);
+  )
   return r;
 }
 
 // tanh: odd polynomial below 0.625 (Cephes), else 1 - 2 / (exp(2|x|) + 1), sign restored.
 KV_INLINE vf tanh(vf x) {
   vf a, sign, small;
-  KV_EACH {
+  KV_EACH(
     part_u u = (part_u)x.p[i_];
     a.p[i_] = (part_f)(u & 0x7fffffffu);
     sign.p[i_] = (part_f)(u & 0x80000000u);
@@ -221,9 +287,9 @@ KV_INLINE vf tanh(vf x) {
     q = part_fma(q, z, part_f{} + 1.33314422036e-1f);
     q = part_fma(q, z, part_f{} - 3.33332819422e-1f);
     small.p[i_] = part_fma(q * z, v, v);
-  }
+  )
   vf big = sub(set1(1.0f), div(set1(2.0f), add(exp(add(a, a)), set1(1.0f))));
-  KV_EACH big.p[i_] = (part_f)((part_u)big.p[i_] | (part_u)sign.p[i_]);
+  KV_EACH(big.p[i_] = (part_f)((part_u)big.p[i_] | (part_u)sign.p[i_]);)
   return select(less(a, set1(0.625f)), small, big);
 }
 

@@ -31,13 +31,13 @@ struct Bf16 {
     return {set1(x), set1(y)};
   }
   static KV_INLINE B load(const uint8_t* b) {
-    vf raw; std::memcpy(&raw, b, sizeof raw);
+    const vf raw = ::KVIST_VARIANT::load(b);
     B r;
-    KV_EACH {
+    KV_EACH(
       part_u u = (part_u)raw.p[i_];
       r.even.p[i_] = (part_f)(u << 16);
       r.odd.p[i_] = (part_f)(u & 0xffff0000u);
-    }
+    )
     return r;
   }
   static KV_INLINE vf mac(vf acc, A a, B b) { return fma(a.odd, b.odd, fma(a.even, b.even, acc)); }
@@ -49,7 +49,7 @@ struct F32 {
   using A = vf;
   using B = vf;
   static KV_INLINE A broadcast(const uint8_t* a) { float x; std::memcpy(&x, a, 4); return set1(x); }
-  static KV_INLINE B load(const uint8_t* b) { vf r; std::memcpy(&r, b, sizeof r); return r; }
+  static KV_INLINE B load(const uint8_t* b) { return ::KVIST_VARIANT::load(b); }
   static KV_INLINE vf mac(vf acc, A a, B b) { return fma(a, b, acc); }
 };
 

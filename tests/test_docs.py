@@ -1,6 +1,7 @@
 """The pages under docs/ and the README are run: a printed line must be what the comment behind it says.
 
-``print(x)  # 1 | 2`` expects one line for each part, in order. Blocks of one page share their names, like a session.
+``print(x)  # 1 | 2`` expects one line for each part, in order; an unindented comment alone on its line is one more.
+Blocks of one page share their names, like a session.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-EXPECTED = re.compile(r"\bprint\(.*\)  # (.+)$")
+EXPECTED = re.compile(r"(?:\bprint\(.*\)  |^)# (.+)$")
 
 
 def run_page(text: str) -> int:

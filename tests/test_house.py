@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model", "text", "layer"),
     ("engine", "plan"),
     ("compose",),
-    ("verify",),
+    ("learn", "verify"),
     ("cli",),
 )
 ROOF = "kvist"
@@ -51,6 +51,12 @@ FLAGS: dict[str, set[str]] = {
         *("--max-tokens", "-n", "--ctx-size", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
         *("--threads", "--dtype", "--kv-cache-dtype", "--block-size", "--system", "--prompt-file"),
         *("--no-chat-template", "--no-cache", "--json"),
+    },
+    "plan": {
+        *("--ctx-size", "--max-model-len", "--max-num-seqs", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
+        *("--memory", "--kv-cache-memory", "--device", "--tensor-parallel", "--engine", "--weights-dtype"),
+        *("--block-size", "--source-tokens", "--lengths", "--calibrate", "--assume-standard", "--explain", "--plot"),
+        "--json",
     },
     "verify": {"--quick", "--full", "--dtype", "--json"},
     "info": {"--json"},

@@ -1,7 +1,8 @@
 """kvist: KV caches you can size, prove and reuse.
 
-``load`` makes an engine of a model; ``LayerCache`` is the cache of one layer alone. Names are imported when first used:
-``import kvist`` itself costs no torch.
+``load`` makes an engine of a model; ``LayerCache`` is the cache of one layer alone; ``plan`` says what a cache costs;
+``latent`` holds the functions of multi-head latent attention. Names are imported when first used: ``import kvist``
+itself costs no torch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ if TYPE_CHECKING:
     from kvist.base.errors import KvistError
     from kvist.compose import LLM, Completion, Stream, load
     from kvist.engine.request import Sampling
+    from kvist.kernels import latent
     from kvist.layer import LayerCache
+    from kvist.plan.plan import plan
 
     __version__: str
 
-__all__ = ["LLM", "Completion", "KvistError", "LayerCache", "Sampling", "Stream", "__version__", "errors", "load"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "KvistError",
+    "LayerCache",
+    "Sampling",
+    "Stream",
+    "__version__",
+    "errors",
+    "latent",
+    "load",
+    "plan",
+]
 
 _HOMES = {
     "LLM": "kvist.compose",
@@ -29,13 +44,15 @@ _HOMES = {
     "Stream": "kvist.compose",
     "load": "kvist.compose",
 }
+# Whole modules. ``plan`` can be called: it and its verb have one name.
+_MODULES = {"errors": "kvist.base.errors", "latent": "kvist.kernels.latent", "plan": "kvist.plan"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
-    elif name == "errors":
-        value = import_module("kvist.base.errors")
+    elif name in _MODULES:
+        value = import_module(_MODULES[name])
     elif name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

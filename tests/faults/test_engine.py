@@ -90,3 +90,18 @@ def test_the_kth_forward_fails(after: str) -> None:
                 assert request.generated == expected[: len(request.generated)]
             else:
                 assert request.generated == expected
+
+
+def test_a_step_that_fails_again_and_again_takes_no_more_blocks() -> None:
+    world = World(num_blocks=3, ctx_size=12, max_tokens=5, max_num_seqs=1)
+    request = world.submit(range(9), 4)
+    while world.engine.scheduler.num_running + world.engine.scheduler.num_waiting:
+        for _ in range(3):
+            world.decoder.fail_at = len(world.decoder.steps) + 1
+            with pytest.raises(RuntimeError, match="planted"):
+                world.engine.step()
+            world.check()
+        world.decoder.fail_at = 0
+        world.engine.step()
+    assert request.generated == greedy(range(9), 4)
+    assert world.free == [3]

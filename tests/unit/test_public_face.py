@@ -11,7 +11,10 @@ import pytest
 import kvist
 from kvist.base import errors
 
-OFFERED = ["Completion", "KvistError", "LLM", "LayerCache", "Sampling", "Stream", "__version__", "errors", "load"]
+OFFERED = [
+    *("Completion", "KvistError", "LLM", "LayerCache", "Sampling", "Stream"),
+    *("__version__", "errors", "latent", "load", "plan"),
+]
 
 
 def test_all_is_sorted_and_complete() -> None:

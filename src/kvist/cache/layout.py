@@ -170,7 +170,10 @@ def groups_of(spec: ModelSpec, dtype: DType, block_size: int) -> tuple[Group, ..
     """The groups of a model's layers, in order of first appearance."""
     members: dict[tuple[Rows, int | None], list[int]] = {}
     for index, layer in enumerate(spec.layers):
-        window = layer.attention.window if isinstance(layer.attention, Attention) else None
+        attention = layer.attention
+        # Behind sinks a window's first blocks stay visible for ever: nothing is given back, so all of it is counted.
+        bounded = isinstance(attention, Attention) and not attention.sinks
+        window = attention.window if isinstance(attention, Attention) and bounded else None
         members.setdefault((rows_of(layer.attention), window), []).append(index)
     addressing = Paged(block_size)
     return tuple(

@@ -18,7 +18,9 @@ from kvist.base.errors import KvistError
 
 COMMANDS = (
     "run",
+    "plan",
     "verify",
+    "learn",
     "info",
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,8 +58,9 @@ class NativeWeight:
         self._backend = backend
         panels = -(-n // 2 // 16) if glu else -(-n // PANEL)
         size = panels * PANEL * k * dtype.bytes
-        # Aligned to a cache line by hand: torch promises 64 bytes only for some allocators.
-        raw = torch.zeros(size + 64, dtype=torch.uint8)
+        # The system hands out zeroed pages when they are first written, so nothing is cleared twice; aligned to a cache
+        # line by hand.
+        raw = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
         skip = -raw.data_ptr() % 64
         self.data = raw[skip : skip + size]
         self.handle = backend.native.Weight(self.data.data_ptr(), n, k, _TYPES[dtype.name], glu)

@@ -149,6 +149,8 @@ def loaded_bytes(spec: ModelSpec, element_bytes: int) -> int:
 
 def _unpack(raw: bytes, kind: int, width: int) -> Tensor:
     """GGUF blocks as float32 [rows, width], by the ``gguf`` package: what the native unpacking is held against."""
+    if kind == IDS["f32"]:  # norms and biases of nearly every file: the package is not worth its import for them
+        return torch.from_numpy(np.frombuffer(raw, dtype=np.float32).reshape(-1, width).copy())
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

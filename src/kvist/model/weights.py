@@ -14,6 +14,7 @@ from kvist.base.machine import available_memory
 from kvist.kernels.ops import Backend, NormWeight, Weight
 from kvist.model.checkpoint import Checkpoint, loaded_bytes
 from kvist.spec.model import Attention, LayerSpec, ModelSpec, Norm
+from kvist.spec.names import expected_tensors
 
 # Called with (bytes read so far, bytes in all are unknown) while a model loads.
 Progress = Callable[[int], None]
@@ -87,6 +88,7 @@ class _Loader:
     ) -> None:
         self.spec, self.checkpoint, self.backend, self.dtype = spec, checkpoint, backend, dtype
         self.progress = progress or (lambda nbytes: None)
+        self.rows = {name: tensor.shape[0] for name, tensor in expected_tensors(spec).items()}
 
     def load(self) -> ModelWeights:
         spec = self.spec
@@ -122,12 +124,11 @@ class _Loader:
     def matrix(self, n: int, k: int, names: tuple[str, ...], glu: bool = False) -> Weight:
         """The tensors ``names`` one below the other."""
         weight = self.backend.weight(n, k, self.dtype, glu)
-        from_spec = _rows(self.spec)
         first = 0
         for name in names:
             for nbytes in self.checkpoint.fill(name, weight, first):
                 self.progress(nbytes)
-            first += from_spec[name]
+            first += self.rows[name]
         return weight
 
     def norm(self, name: str, norm: Norm) -> NormWeight:
@@ -140,9 +141,3 @@ class _Loader:
     def bias(self, names: tuple[str, ...]) -> Tensor | None:
         parts = [part for part in (self.checkpoint.vector(f"{name}.bias") for name in names) if part is not None]
         return torch.cat(parts).contiguous() if parts else None
-
-
-def _rows(spec: ModelSpec) -> dict[str, int]:
-    from kvist.spec.names import expected_tensors
-
-    return {name: tensor.shape[0] for name, tensor in expected_tensors(spec).items()}

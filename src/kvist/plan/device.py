@@ -24,8 +24,8 @@ class Device:
     status: str = "assumed"
 
 
-_NVIDIA = "vendor data sheet; memory as nvidia-smi shows it"
-_VENDOR = "vendor data sheet"
+_NVIDIA = "nominal vendor figure, not re-checked; memory as the driver shows it"
+_VENDOR = "nominal vendor figure, not re-checked"
 # (name, memory in MiB, bandwidth in GB/s, source). CPUs have the memory that their owner put in.
 _TABLE: tuple[tuple[str, int | None, float, str], ...] = (
     ("t4", 15360, 320, _NVIDIA),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvist.base.errors import UsageError
@@ -86,7 +86,7 @@ def make_plan(model: Model, settings: PlanSettings | None = None, *, assume_stan
         types_that_fit=_types(spec, settings, ctx, left, limit),
         roofline=_roofline(engine, settings, ctx, weights, device),
         mha_factor=mha_factor(spec),
-        assumed=_assumed(spec, types, settings, source, weights),
+        assumed=(*_assumed(spec, types, settings, source, weights), *_flags(engine, settings)),
         notes=_notes(spec, settings),
     )
 
@@ -208,6 +208,16 @@ def _assumed(
         if share < 1:
             items.append(f"the engine takes {share:.0%} of the memory")
     return tuple(items)
+
+
+def _flags(engine: Engine, settings: PlanSettings) -> tuple[str, ...]:
+    """The other engine's flags that nobody gave, with the values taken for them."""
+    record = getattr(engine, "settings", None)
+    if record is None:
+        return ()
+    given = {*settings.engine_flags, "tensor_parallel", *(("block_size", "page_size") if settings.block_size else ())}
+    taken = [f"{name} {value}" for name, value in asdict(record).items() if name not in given]
+    return (f"{engine.name} defaults: {', '.join(taken)}",) if taken else ()
 
 
 def _notes(spec: CacheSpec, settings: PlanSettings) -> tuple[str, ...]:

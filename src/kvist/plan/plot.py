@@ -38,7 +38,8 @@ def draw(plan: Plan, path: Path) -> None:
     for ax in axes:
         ax.set_xscale("log", base=2)
         ax.set_xlim(contexts[0], contexts[-1])
-        ticks = [ctx for ctx in contexts if ctx & (ctx - 1) == 0][-9:]
+        powers = [ctx for ctx in contexts if ctx & (ctx - 1) == 0]
+        ticks = powers[:: -(-len(powers) // 10)]
         ax.set_xticks(ticks, [_short(ctx) for ctx in ticks])
         ax.minorticks_off()
         ax.set_xlabel("tokens of each sequence")
@@ -53,17 +54,18 @@ def draw(plan: Plan, path: Path) -> None:
 
 def _bytes(plan: Plan, contexts: list[int], ax: Any) -> None:
     count = plan.settings.max_num_seqs
-    scale, unit = _unit(max(plan.allocated_bytes, 1))
-    allocated = [plan.engine.allocated(ctx, count) / scale for ctx in contexts]
-    needed = [count * sequence_bytes(plan.layers, ctx) / scale for ctx in contexts]
+    allocated = [plan.engine.allocated(ctx, count) for ctx in contexts]
+    needed = [count * sequence_bytes(plan.layers, ctx) for ctx in contexts]
     ax.plot(contexts, allocated, color=_ALLOCATED, lw=2, label=f"{plan.settings.engine} allocates")
     ax.plot(contexts, needed, color=_ROWS, lw=2, ls="--", label="the rows alone")
     if plan.room.left is not None:
         left = plan.room.left[0]
-        if left / scale <= 3 * max(allocated):
-            ax.axhline(left / scale, color=_LIMIT, lw=1.2, ls=":", label=f"left for K and V: {show_bytes(left)}")
-    ax.set_ylim(bottom=0)
-    ax.set_ylabel(f"cache of {count} sequence(s), {unit}")
+        if 0 < left <= 8 * max(allocated):
+            ax.axhline(left, color=_LIMIT, lw=1.2, ls=":", label=f"left for K and V: {show_bytes(left)}")
+    if max(allocated) > 0:
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter(lambda value, _: show_bytes(value).replace(".00", ""))
+    ax.set_ylabel(f"cache of {count} sequence(s)")
     ax.set_title(f"{plan.model}: {plan.types.name} cache")
 
 
@@ -75,12 +77,8 @@ def _speed(plan: Plan, ax: Any) -> None:
         [p.ctx for p in plan.roofline], [p.tokens_per_second for p in plan.roofline], color=_SPEED, lw=2, label=label
     )
     ax.set_ylim(bottom=0)
-    ax.set_ylabel("tokens/s at most, all sequences")
+    ax.set_ylabel("tokens/s, all sequences")
     ax.set_title(f"bandwidth roofline on {plan.device.name} ({plan.device.status})")
-
-
-def _unit(size: int) -> tuple[int, str]:
-    return next(((2**p, u) for p, u in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")) if size >= 2**p), (1, "B"))
 
 
 def _short(ctx: int) -> str:

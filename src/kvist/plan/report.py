@@ -129,14 +129,12 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _roofline(plan: Plan) -> Iterator[str]:
     assert plan.device is not None and plan.device.bandwidth is not None
-    yield (
-        f"reading alone, at {plan.device.bandwidth / 1e9:.0f} GB/s ({plan.device.status}: {plan.device.source}),"
-        f" {plan.settings.max_num_seqs} sequence(s):"
-    )
+    rate = f"{plan.device.bandwidth / 1e9:.0f} GB/s ({plan.device.status}: {plan.device.source})"
+    yield f"reading weights and cache alone, {plan.settings.max_num_seqs} sequence(s), {rate}:"
     for point in plan.roofline[-8:]:
         yield (
             f"{show_count(point.ctx).rjust(12)} tokens  {point.seconds * 1e3:9.3f} ms per step"
-            f"  {point.tokens_per_second:9.1f} tokens/s at most"
+            f"  {point.tokens_per_second:9.1f} tokens/s"
         )
 
 

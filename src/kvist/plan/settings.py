@@ -23,7 +23,7 @@ DEFAULT_CTX = 8192
 # The share of memory that an engine takes, and bytes beside weights and cache (least, most): runtime, activations.
 UTILISATION = {"kvist": 1.0, "vllm": 0.92, "sglang": 0.88, "llama.cpp": 1.0}
 OTHER = {
-    "kvist": (GIB // 4, GIB),
+    "kvist": (GIB // 4, 3 * GIB // 4),
     "vllm": (GIB, 4 * GIB),
     "sglang": (GIB, 4 * GIB),
     "llama.cpp": (GIB // 4, 3 * GIB // 2),

@@ -72,26 +72,31 @@ def _config(data: dict[str, Any], where: str, family: Family) -> dict[str, Any]:
         if value is not None:
             config[field] = value
     heads = data.get("attention.head_count")
-    config["num_attention_heads"] = max(heads) if isinstance(heads, list) and heads else heads
+    listed = [value for value in heads if _positive(value)] if isinstance(heads, list) else []
+    config["num_attention_heads"] = max(listed) if listed else heads
     key, key_swa = data.get("attention.key_length"), data.get("attention.key_length_swa")
     config["head_dim"] = key_swa or key
     if key_swa:
         config["global_head_dim"] = key
         config["v_head_dim"] = data.get("attention.value_length_swa")
-    if config.get("head_dim") is None and isinstance(config["num_attention_heads"], int):
-        width = data.get("embedding_length")
-        if isinstance(width, int) and config["num_attention_heads"] and width % config["num_attention_heads"] == 0:
-            config["head_dim"] = width // config["num_attention_heads"]
-    full = data.get("attention.key_length_mla") or key
-    if config.get("kv_lora_rank") and isinstance(full, int) and full > config["kv_lora_rank"]:
-        full = None
-    if config.get("kv_lora_rank") and isinstance(full, int) and isinstance(config.get("qk_rope_head_dim"), int):
-        config["qk_nope_head_dim"] = full - config["qk_rope_head_dim"]
-    layers, nextn = data.get("block_count"), data.get("nextn_predict_layers")
-    if isinstance(layers, int) and isinstance(nextn, int) and 0 < nextn < layers:
+    width, count = _positive(data.get("embedding_length")), _positive(config["num_attention_heads"])
+    if config["head_dim"] is None and width and count and width % count == 0:
+        config["head_dim"] = width // count
+    rank, rope = _positive(config.get("kv_lora_rank")), _positive(config.get("qk_rope_head_dim"))
+    full = _positive(data.get("attention.key_length_mla")) or _positive(key)
+    if rank and rope and full and rope < full <= rank:
+        # Without an _mla field key_length is the head's own width in old files, and rank + rope in new ones.
+        config["qk_nope_head_dim"] = full - rope
+    layers, nextn = _positive(data.get("block_count")), _positive(data.get("nextn_predict_layers"))
+    if layers and nextn and nextn < layers:
         config["num_hidden_layers"] = layers - nextn
     _add_layer_types(config, data, family)
     return config
+
+
+def _positive(value: object) -> int | None:
+    """``value`` where it is a whole number above 0; anything else is left for the rules to refuse by name."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _add_layer_types(config: dict[str, Any], data: dict[str, Any], family: Family) -> None:
@@ -104,7 +109,8 @@ def _add_layer_types(config: dict[str, Any], data: dict[str, Any], family: Famil
         config["sliding_window_pattern"] = pattern
     elif isinstance(kv_heads, list) and family.cache.state is not None:
         state = family.cache.state.kind
-        empty = [isinstance(widths, list) and i < len(widths) and widths[i] > 0 for i in range(len(kv_heads))]
+        filled = widths if isinstance(widths, list) else []
+        empty = [i < len(filled) and bool(_positive(filled[i])) for i in range(len(kv_heads))]
         has_plain = isinstance(family.cache.pattern, Coded) and "none" in family.cache.pattern.kinds.values()
         config["layer_types"] = [
             "full_attention" if heads else "mlp" if has_plain and empty[i] else _word(state)

@@ -24,7 +24,7 @@ from kvist.spec.kept import (
 from kvist.spec.layer_kinds import layer_kinds
 from kvist.spec.parameters import weight_bytes
 from kvist.spec.read import Fields
-from kvist.spec.rules import HEADS, LAYERS, MAX_POSITION, Blocks, CacheRule, StateRule
+from kvist.spec.rules import EXPERTS, HEADS, LAYERS, MAX_POSITION, Blocks, CacheRule, StateRule
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config.text_config")
 _HEADS, _WIDTH, _LAYERS = 2**16, 2**14, 10_000
@@ -88,6 +88,11 @@ class _Builder:
         mtp = (fields.maybe_integer(*rule.mtp, low=0, high=64) or 0) if layers else 0
         if mtp:
             self.notes.append(f"{mtp} multi-token-prediction layers keep rows only when that is switched on")
+        if (fields.maybe_integer(*EXPERTS, low=0, high=2**20) or 0) > 1 and layers:
+            self.notes.append(
+                "a mixture of experts: a step reads only the experts that its tokens choose, so reading all weights is"
+                " the slow end"
+            )
         dtype, source = self.dtype()
         architectures = self.outer.maybe_list("architectures")
         nbytes, told = weights or weight_bytes(fields, self.outer, layers, heads, dtype)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvist.spec.kept import CacheLayer, KeyValueRows, LatentRows, StateRows
 from kvist.spec.read import Fields
+from kvist.spec.rules import EXPERTS
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "float8": 1.0}
 _QUANTISED = {"fp8": 1.0, "mxfp4": 17 / 32, "nvfp4": 36 / 64, "bitsandbytes": 0.5, "compressed-tensors": None}
@@ -43,9 +44,7 @@ def _parameters(fields: Fields, layers: Sequence[CacheLayer], heads: int) -> int
     hidden = fields.maybe_integer("hidden_size", "n_embd", "d_model", high=2**20)
     vocab = fields.maybe_integer("vocab_size", high=2**24)
     inner = fields.maybe_integer("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", high=2**24)
-    experts = fields.maybe_integer(
-        "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", high=2**16
-    )
+    experts = fields.maybe_integer(*EXPERTS, high=2**16)
     expert_width = fields.maybe_integer("moe_intermediate_size", "expert_ffn_hidden_size", high=2**24) or inner
     for name, value in (("hidden_size", hidden), ("vocab_size", vocab), ("intermediate_size", inner or expert_width)):
         if value is None:

@@ -23,6 +23,7 @@ MAX_POSITION = (
     "max_target_positions",
 )
 WINDOW = ("sliding_window", "sliding_window_size", "attention_window_size")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "expert_count")
 MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 

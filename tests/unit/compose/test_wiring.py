@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
-    "eos_token_id": letters.END,
+    "eos_token_id": letters.END - 1,  # the tokenizer names another one
     "bos_token_id": None,
 }
 LLAMA = {
@@ -100,7 +100,11 @@ def test_batch_alone_and_without_a_cache_agree(family: str, dtype: str, request:
     assert len(set(together)) == len(PROMPTS)
     assert min(len(set(found)) for found in together) > 8
     assert together == [ids(llm, [prompt])[0] for prompt in PROMPTS]
-    assert together == ids(load(folder, dtype=dtype, max_num_seqs=3, cache=False), PROMPTS)
+    bare = load(folder, dtype=dtype, max_num_seqs=3, cache=False)
+    assert bare.setup is not None and not bare.setup.cache
+    assert together == ids(bare, PROMPTS)
+    work = [engine.metrics for engine in (bare.engine, llm.engine)]
+    assert [m.projections == m.projections_without_cache for m in work] == [True, False]
     assert together == ids(load(folder, dtype=dtype, block_size=128, threads=1), PROMPTS)
 
 
@@ -114,6 +118,7 @@ def test_what_was_decided_is_told_and_nothing_printed(llama: Path, capfd: pytest
     assert setup.cache_bytes == pool_bytes(engine.groups, [pool.num_blocks for pool in engine.pools])
     assert setup.cache_bytes == context_bytes(engine.groups, 640, 512)
     assert setup.bytes_per_token == 2 * 2 * (16 + 16) * 4
+    assert engine.settings.eos_token_ids == {letters.END - 1, letters.END}
     assert heard == sorted(heard)
     assert 0 < heard[-1][0] <= heard[-1][1] == (llama / "model.safetensors").stat().st_size
     assert capfd.readouterr() == ("", "")

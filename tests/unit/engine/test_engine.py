@@ -8,7 +8,8 @@ import torch
 
 from kvist.base.errors import KernelError, UsageError
 from kvist.engine.engine import Engine, EngineSettings, Output
-from kvist.engine.request import FinishReason, Status
+from kvist.engine.request import FinishReason, Sampling, Status
+from kvist.engine.sampler import sample
 from kvist.engine.scheduler import SchedulerSettings
 from reading_decoder import World, greedy, predict
 
@@ -46,6 +47,14 @@ def test_a_neighbour_or_the_batch_never_changes_a_draw() -> None:
     assert together == draws(*PROMPTS, max_tokens=3, max_num_seqs=2)
     assert together == draws(*PROMPTS, cache=False)
     assert together != World().run(*PROMPTS, max_tokens=12, temperature=1.0, top_p=0.9, seed=43)
+
+
+def test_each_draw_uses_the_uniform_of_its_index() -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=42, max_tokens=12)
+    ids = [1, 2, 3]
+    for index in range(12):
+        ids.append(sample(predict(ids, (None,)), sampling, 42, index))
+    assert World().run([1, 2, 3], max_tokens=12, temperature=1.0, top_p=0.9, seed=42) == [ids[3:]]
 
 
 def test_a_missing_seed_is_drawn_and_reported() -> None:

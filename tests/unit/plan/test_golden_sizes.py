@@ -1,4 +1,8 @@
-"""Sizes that engines printed and papers published, from the planner's own engines. Misses are listed by number."""
+"""Sizes that engines printed and papers published, from the planner's own engines. Misses are listed by number.
+
+What these rows prove differs. The file also names the formula and the flags behind each size, and the engines here were
+written with that in view: a match shows that the stated rule is reproduced, not that it was foreseen.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,12 @@ UNEXPLAINED = {
 # The table used an older revision of the checkpoint with twice the kv heads.
 EXPLAINED = {173: "16 kv heads in the first revision; the published config has 8"}
 
-# Models of the table that models.json does not hold, from the fields that their logs print.
+# The file marks a setting or the model itself of these rows as inferred: reported together, not asserted one by one.
+INFERRED = {17, 127, 128, 129, 130, 144, 154}
+
+# Models that models.json does not hold. No published config was at hand: their fields were worked back from the sizes
+# and notes of the rows themselves, so these rows test how cells and windows are counted, and not the geometry.
+WORKED_BACK = {54, 55, 58, 73, 175}
 EXTRA: dict[str, dict[str, Any]] = {
     "google/gemma-4-12B": {
         "model_type": "gemma4_text",
@@ -286,7 +295,10 @@ def check_of(engine: str) -> Callable[[int], bool]:
     return sglang if engine == "SGLang" else vllm
 
 
-@pytest.mark.parametrize("number", sorted(set(rows()) - set(UNEXPLAINED) - set(EXPLAINED)))
+APART = {*UNEXPLAINED, *EXPLAINED, *INFERRED, *WORKED_BACK}
+
+
+@pytest.mark.parametrize("number", sorted(set(rows()) - APART))
 def test_size(number: int) -> None:
     assert check_of(rows()[number]["engine"])(number), rows()[number]
 
@@ -297,7 +309,18 @@ def test_what_is_explained_follows_from_its_explanation() -> None:
     assert sequence_bytes(kinds_of(spec.layers, widths("16-bit")), 262144) / GIB == float(row["reported"])
 
 
+@pytest.mark.parametrize("number", sorted(WORKED_BACK))
+def test_cells_of_a_geometry_worked_back_from_the_row(number: int) -> None:
+    assert check_of(rows()[number]["engine"])(number), rows()[number]
+
+
 def test_the_target_is_met() -> None:
+    """105 of 109 match, the one that another revision explains and the inferred settings included."""
     assert len(rows()) == 109
-    assert len(rows()) - len(UNEXPLAINED) >= 105
-    assert all(not check_of(rows()[number]["engine"])(number) for number in UNEXPLAINED), "one is explained now"
+    marked = {
+        n for n, row in rows().items() if "inferred)" in row["match"] + row["model"] or "inferred:" in row["note"]
+    }
+    assert marked == INFERRED
+    matched = {number for number in rows() if check_of(rows()[number]["engine"])(number)}
+    assert len(matched | set(EXPLAINED)) >= 105
+    assert not matched & set(UNEXPLAINED), "one is explained now"

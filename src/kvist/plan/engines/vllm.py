@@ -153,7 +153,7 @@ def vllm_engine(
     if not rows and not states:
         raise UsageError(f"{spec.family} keeps no cache: there is nothing for vLLM to allocate")
     if not settings.hybrid_manager:
-        rows = {("full", None, per_token): 0 for _, _, per_token in rows} | _as_full(rows)
+        rows = _as_full(rows)
     block = settings.block_size
     if states:
         block = _hybrid_block(rows, states, settings) if rows else block
@@ -171,19 +171,18 @@ def _rows(
     rows: dict[_Key, int] = {}
     states: dict[int, int] = {}
     for layer in layers:
-        per_token, bound, kind = 0, None, "full"
+        # Bytes per token of this layer by bound: most layers have one, compressed attention has two.
+        held_by: dict[int | None, int] = {}
         for part in per_rank(layer.parts, settings.tensor_parallel):
             if isinstance(part, StateRows):
                 page = _state_page(part, widths, settings)
                 states[page] = states.get(page, 0) + 1
                 continue
             held: Piece = piece(part, widths)
-            if held.per_token and held.bound == 0:
-                continue
-            per_token += -(-held.per_token // held.stride)
-            if held.bound:
-                bound, kind = held.bound, "chunk" if layer.kind == "chunk" else "swa"
-        if per_token:
+            if held.per_token:
+                held_by[held.bound] = held_by.get(held.bound, 0) + -(-held.per_token // held.stride)
+        for bound, per_token in held_by.items():
+            kind = "full" if bound is None else "chunk" if layer.kind == "chunk" else "swa"
             key = (kind, bound, per_token)
             rows[key] = rows.get(key, 0) + 1
     return rows, states
@@ -222,6 +221,8 @@ def _sheets(rows: dict[_Key, int], states: dict[int, int], block: int) -> tuple[
     if any(largest % (block * per_token) for _, _, per_token in rows):
         note = "pages of different size cannot be made equal: windows are charged in full"
         rows = _as_full(rows)
+        if not states:
+            return _sheets(rows, states, block)[0], note
         largest = max(block * per_token for _, _, per_token in rows)
     sheets = [
         Sheet(kind, count, bound, largest, largest // per_token) for (kind, bound, per_token), count in rows.items()
@@ -236,7 +237,7 @@ def _assemble(
         sheet = sheets[0]
         # The page of a single sheet already counts all its layers.
         per_id = sheet.page if sheet.kind != "state" else sheet.page * sheet.count
-        return VllmEngine(kinds, tuple(sheets), sheet.count, per_id, block, settings, fixed)
+        return VllmEngine(kinds, tuple(sheets), sheet.count, per_id, block, settings, fixed, (note,) if note else ())
     counts = [sheet.count for sheet in sheets]
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     padded = sum(math.ceil(count / size) * size for count in counts) - sum(counts)

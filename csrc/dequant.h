@@ -1,12 +1,13 @@
 // GGUF block formats to float32, value for value what the `gguf` package gives: the same products in the same order.
+#pragma once
 #include <cstring>
 
-#include "program.h"
+#include "abi.h"
 
-namespace kvist {
-namespace {
+namespace KVIST_VARIANT {
+namespace gguf {
 
-float half_to(const uint8_t* p) {
+inline float half_to(const uint8_t* p) {
   uint16_t h; std::memcpy(&h, p, 2);
   uint32_t sign = uint32_t(h & 0x8000u) << 16, e = (h >> 10) & 31u, m = h & 0x3ffu, u;
   if (e == 31u) u = sign | 0x7f800000u | (m << 13);
@@ -17,15 +18,15 @@ float half_to(const uint8_t* p) {
 
 struct Format { int type; int64_t block; size_t bytes; void (*decode)(const uint8_t*, float*); };
 
-void q4_0(const uint8_t* b, float* y) {
+inline void q4_0(const uint8_t* b, float* y) {
   const float d = half_to(b);
   for (int i = 0; i < 16; ++i) { y[i] = d * float(int(b[2 + i] & 15) - 8); y[i + 16] = d * float(int(b[2 + i] >> 4) - 8); }
 }
-void q4_1(const uint8_t* b, float* y) {
+inline void q4_1(const uint8_t* b, float* y) {
   const float d = half_to(b), m = half_to(b + 2);
   for (int i = 0; i < 16; ++i) { y[i] = d * float(b[4 + i] & 15) + m; y[i + 16] = d * float(b[4 + i] >> 4) + m; }
 }
-void q5_0(const uint8_t* b, float* y) {
+inline void q5_0(const uint8_t* b, float* y) {
   const float d = half_to(b);
   uint32_t high; std::memcpy(&high, b + 2, 4);
   for (int i = 0; i < 16; ++i) {
@@ -33,7 +34,7 @@ void q5_0(const uint8_t* b, float* y) {
     y[i + 16] = d * float(int((b[6 + i] >> 4) | ((high >> (i + 16) & 1) << 4)) - 16);
   }
 }
-void q5_1(const uint8_t* b, float* y) {
+inline void q5_1(const uint8_t* b, float* y) {
   const float d = half_to(b), m = half_to(b + 2);
   uint32_t high; std::memcpy(&high, b + 4, 4);
   for (int i = 0; i < 16; ++i) {
@@ -41,17 +42,17 @@ void q5_1(const uint8_t* b, float* y) {
     y[i + 16] = d * float((b[8 + i] >> 4) | ((high >> (i + 16) & 1) << 4)) + m;
   }
 }
-void q8_0(const uint8_t* b, float* y) {
+inline void q8_0(const uint8_t* b, float* y) {
   const float d = half_to(b);
   for (int i = 0; i < 32; ++i) y[i] = d * float(int8_t(b[2 + i]));
 }
 // The eight 6-bit scales and minima of a K super-block, packed in twelve bytes.
-void k_scales(const uint8_t* s, int i, float& scale, float& minimum) {
+inline void k_scales(const uint8_t* s, int i, float& scale, float& minimum) {
   if (i < 4) { scale = float(s[i] & 63); minimum = float(s[i + 4] & 63); return; }
   scale = float((s[i + 4] & 15) | (s[i - 4] >> 6 << 4));
   minimum = float((s[i + 4] >> 4) | (s[i] >> 6 << 4));
 }
-void q4_k(const uint8_t* b, float* y) {
+inline void q4_k(const uint8_t* b, float* y) {
   const float d = half_to(b), dmin = half_to(b + 2);
   for (int i = 0; i < 8; ++i) {
     float s, m; k_scales(b + 4, i, s, m);
@@ -60,7 +61,7 @@ void q4_k(const uint8_t* b, float* y) {
     for (int j = 0; j < 32; ++j) y[i * 32 + j] = ds * float(q[j] >> (i % 2 * 4) & 15) - dm;
   }
 }
-void q5_k(const uint8_t* b, float* y) {
+inline void q5_k(const uint8_t* b, float* y) {
   const float d = half_to(b), dmin = half_to(b + 2);
   for (int i = 0; i < 8; ++i) {
     float s, m; k_scales(b + 4, i, s, m);
@@ -69,7 +70,7 @@ void q5_k(const uint8_t* b, float* y) {
     for (int j = 0; j < 32; ++j) y[i * 32 + j] = ds * float((q[j] >> (i % 2 * 4) & 15) | ((high[j] >> i & 1) << 4)) - dm;
   }
 }
-void q6_k(const uint8_t* b, float* y) {
+inline void q6_k(const uint8_t* b, float* y) {
   const float d = half_to(b + 208);
   for (int half = 0; half < 2; ++half)
     for (int quarter = 0; quarter < 4; ++quarter)
@@ -80,26 +81,28 @@ void q6_k(const uint8_t* b, float* y) {
         y[half * 128 + quarter * 32 + j] = ds * float(q);
       }
 }
-void f32(const uint8_t* b, float* y) { std::memcpy(y, b, 4); }
-void f16(const uint8_t* b, float* y) { *y = half_to(b); }
-void bf16(const uint8_t* b, float* y) { uint16_t h; std::memcpy(&h, b, 2); const uint32_t u = uint32_t(h) << 16; std::memcpy(y, &u, 4); }
+inline void f32(const uint8_t* b, float* y) { std::memcpy(y, b, 4); }
+inline void f16(const uint8_t* b, float* y) { *y = half_to(b); }
+inline void bf16(const uint8_t* b, float* y) { uint16_t h; std::memcpy(&h, b, 2); const uint32_t u = uint32_t(h) << 16; std::memcpy(y, &u, 4); }
 
-const Format formats[] = {  // ggml's type numbers
+constexpr Format formats[] = {  // ggml's type numbers
     {0, 1, 4, f32},     {1, 1, 2, f16},     {2, 32, 18, q4_0},    {3, 32, 20, q4_1},    {6, 32, 22, q5_0},   {7, 32, 24, q5_1},
     {8, 32, 34, q8_0},  {12, 256, 144, q4_k}, {13, 256, 176, q5_k}, {14, 256, 210, q6_k}, {30, 1, 2, bf16},
 };
-const Format* find(int type) {
+inline const Format* find(int type) {
   for (const Format& f : formats) if (f.type == type) return &f;
   return nullptr;
 }
 
-}  // namespace
-
-bool dequantize_known(int type) { return find(type) != nullptr; }
-size_t dequantize_row_bytes(int type, int64_t k) { const Format* f = find(type); return size_t(k / f->block) * f->bytes; }
-void dequantize_row(int type, const uint8_t* in, int64_t k, float* out) {
+// Bytes of a row of k elements; 0 for a type that is not known here, or a k that its blocks do not divide.
+inline size_t row_bytes(int type, int64_t k) {
+  const Format* f = find(type);
+  return f && k % f->block == 0 ? size_t(k / f->block) * f->bytes : 0;
+}
+inline void row(int type, const uint8_t* in, int64_t k, float* out) {
   const Format* f = find(type);
   for (int64_t i = 0; i < k / f->block; ++i) f->decode(in + size_t(i) * f->bytes, out + i * f->block);
 }
 
-}  // namespace kvist
+}  // namespace gguf
+}  // namespace KVIST_VARIANT

@@ -1,0 +1,288 @@
+// Attention over blocks, in splits of 128 keys at absolute positions. Every split starts afresh: its own maximum, its own
+// sum, probabilities relative to that maximum. Splits are merged in ascending order by `fold`, in decode and prefill
+// alike, so that chunks, neighbours, block sizes and threads cannot reach the bits. Keys that a query may not see are
+// removed by select, their values are never multiplied: fresh memory may hold NaN.
+#pragma once
+#include <algorithm>
+
+#include "pointwise.h"
+#include "tile.h"
+
+namespace KVIST_VARIANT {
+
+constexpr int TILES = SPLIT / TILE;
+
+struct Range { int64_t lo, hi; };  // keys lo..hi-1 of a split
+
+// What one query sees of split s: its sinks and its window, as at most two ranges; `whole` when that is every key.
+struct View {
+  Range part[2];
+  int count = 0;
+  bool whole() const { return count == 1 && part[0].lo == 0 && part[0].hi == SPLIT; }
+  bool operator==(const View& o) const {
+    if (count != o.count) return false;
+    for (int i = 0; i < count; ++i) if (part[i].lo != o.part[i].lo || part[i].hi != o.part[i].hi) return false;
+    return true;
+  }
+};
+
+inline View view_of(int64_t position, int64_t window, int64_t sinks, int64_t split) {
+  const int64_t base = split * SPLIT, end = std::min<int64_t>(SPLIT, position + 1 - base);
+  View v;
+  if (end <= 0) return v;
+  const int64_t begin = window ? std::max<int64_t>(0, position - window + 1 - base) : 0;
+  const int64_t sink_end = std::min(end, window ? std::max<int64_t>(0, sinks - base) : 0);
+  if (sink_end > 0 && sink_end < begin) v.part[v.count++] = {0, std::min<int64_t>(sink_end, SPLIT)};
+  const int64_t lo = sink_end >= begin ? 0 : begin;
+  if (lo < end) v.part[v.count++] = {lo, end};
+  return v;
+}
+
+struct Partial { float m, l; };  // maximum and sum of one split, or of all splits so far; m is -inf where nothing was seen
+
+// Joins one split's results, of up to LANES rows, to what the splits before it gave. The only merge formula there is.
+// A sum that underflowed to -0 differs from one that met further zeros, so +0 is added to what comes in.
+template <class From, class Values> inline void fold(int rows, Partial* to, float* out, From&& from, Values&& values, int64_t width) {
+  float x[LANES], y[LANES];
+  for (int r = 0; r < LANES; ++r) x[r] = y[r] = 0;
+  for (int r = 0; r < rows; ++r) {
+    const float m = from(r).m > to[r].m ? from(r).m : to[r].m;
+    x[r] = to[r].m - m;
+    y[r] = from(r).m - m;
+    to[r].m = m;
+  }
+  store(x, exp(load(x)));
+  store(y, exp(load(y)));
+  for (int r = 0; r < rows; ++r) {
+    if (from(r).m == -__builtin_inff()) continue;  // nothing was seen: nothing changes
+    to[r].l = to[r].l * x[r] + from(r).l * y[r];
+    const vf a = set1(x[r]), b = set1(y[r]);
+    float* sum = out + r * width;
+    const float* o = values(r);
+    for (int64_t i = 0; i < width; i += LANES) store(sum + i, fma(add(load(o + i), zero()), b, mul(load(sum + i), a)));
+  }
+}
+
+// Where one split's keys and values stand, tile of 16 positions by tile; null where nothing is stored.
+struct Keys { const uint8_t *k[TILES], *v[TILES]; };
+
+template <class E> struct Attention {
+  const Op& op;
+  const Step& step;
+  const int64_t d, dv, group, vectors, width;  // width: v_head_dim rounded up to whole vectors
+  const int64_t k_part, head_bytes, k_tile, v_tile, v_unit;
+  static constexpr int64_t P_ROW = SPLIT * E::A_BYTES;
+  // this thread's working memory
+  float *scores, *values;
+  uint8_t *weights, *queries, *zeros, *edge;
+
+  static int64_t v_width(const Op& op) { return (op.store.v_head_dim + LANES - 1) / LANES * LANES; }
+  static size_t own_bytes(const Op& op, int64_t rows) {
+    const int64_t d = op.store.head_dim, w = v_width(op);
+    return size_t(MAX_ROWS * SPLIT * 4 + MAX_ROWS * w * 4 + MAX_ROWS * SPLIT * 4 + rows * d * 4 + d * TILE * 4 + w * 4 + 6 * 64);
+  }
+
+  Attention(const Op& o, const Step& s, uint8_t* memory, int64_t rows)
+      : op(o), step(s), d(o.store.head_dim), dv(o.store.v_head_dim), group(o.num_heads / o.store.kv_heads),
+        vectors(v_width(o) / LANES), width(v_width(o)), k_part(int64_t(o.store.block_size) * d * E::B_BYTES),
+        head_bytes(int64_t(o.store.block_size) * (d + dv) * E::B_BYTES), k_tile(int64_t(TILE) * d * E::B_BYTES),
+        v_tile(int64_t(TILE) * dv * E::B_BYTES), v_unit(dv * E::STEP * E::B_BYTES) {
+    auto next = [&](int64_t bytes) { uint8_t* p = memory; memory += (bytes + 63) / 64 * 64; return p; };
+    scores = (float*)next(MAX_ROWS * SPLIT * 4);
+    values = (float*)next(MAX_ROWS * width * 4);
+    weights = next(MAX_ROWS * SPLIT * 4);
+    queries = next(rows * d * 4);
+    zeros = next(d * TILE * 4);
+    edge = next(width * 4);
+    std::memset(zeros, 0, size_t(d) * TILE * 4);
+  }
+
+  Keys find(int64_t request, int64_t head, int64_t split) const {
+    const Table& table = step.tables[op.store.group];
+    const int64_t size = op.store.block_size, run = std::min<int64_t>(size, SPLIT) / TILE;
+    Keys keys;
+    for (int64_t t = 0; t < TILES; t += run) {
+      const int64_t p = split * SPLIT + t * TILE, i = p / size, inside = (p - i * size) / TILE;
+      const int32_t id = i < table.width ? table.data[request * table.width + i] : -1;
+      const uint8_t* base = op.store.data + int64_t(id) * op.store.block_bytes + head * head_bytes;
+      for (int64_t j = 0; j < run; ++j) {
+        keys.k[t + j] = id < 0 ? nullptr : base + (inside + j) * k_tile;
+        keys.v[t + j] = id < 0 ? nullptr : base + k_part + (inside + j) * v_tile;
+      }
+    }
+    return keys;
+  }
+
+  // Queries of one tile of rows, units of 4 bytes: [step][row].
+  void load_queries(uint8_t* tile, int64_t rows, const int64_t* tokens, const int64_t* heads) {
+    const int64_t units = d / E::STEP;
+    uint32_t* out = (uint32_t*)tile;
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* q = (const uint8_t*)op.source + (tokens[r] * op.source_stride + heads[r] * d) * E::A_BYTES;
+      for (int64_t i = 0; i < units; ++i) std::memcpy(out + i * rows + r, q + 4 * i, 4);
+    }
+  }
+
+  struct Values {
+    float* out;
+    int64_t width;
+    bool fresh;
+    KV_INLINE vf first(int r, int64_t v) const { return fresh ? zero() : load(out + r * width + v * LANES); }
+    template <int R, int V> KV_INLINE void done(int64_t v, vf (&acc)[R][V]) const {
+      for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * width + (v + j) * LANES, acc[r][j]);
+    }
+  };
+  template <int R> void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, bool& fresh) {
+    Values sink{values + row * width, width, fresh};
+    auto columns = [&](int64_t i) { return v + i * E::VECTOR_BYTES; };
+    sweep<E, Strided<int(P_ROW)>, R>(weights + row * P_ROW + key * E::A_BYTES, 0, vectors, stride, units, columns, sink);
+    fresh = false;
+  }
+  // One unit (a position, or a pair of them) by way of `edge`, with the position that may not be seen blanked.
+  template <int R> void multiply_edge(int row, int64_t key, int64_t blank, const uint8_t* v, bool& fresh) {
+    std::memset(edge, 0, size_t(width) * 4);
+    std::memcpy(edge, v, size_t(v_unit));
+    if (blank >= 0) for (int64_t i = 0; i < width; ++i) ((uint16_t*)edge)[2 * i + blank] = 0;
+    multiply<R>(row, key, 1, edge, width * 4, fresh);
+  }
+
+  // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to values[] in order of position.
+  template <int R> void gather(const Keys& keys, int row, Range range, bool& fresh) {
+    constexpr int64_t e = E::STEP;
+    for (int64_t key = range.lo; key < range.hi;) {
+      const int64_t t = key / TILE;
+      if (!keys.v[t]) { key = (t + 1) * TILE; continue; }
+      int64_t last = t;  // tiles that follow each other in memory are taken in one go
+      while (last + 1 < TILES && (last + 1) * TILE < range.hi && keys.v[last + 1] == keys.v[last] + v_tile) ++last;
+      const int64_t stop = std::min(range.hi, (last + 1) * TILE);
+      auto at = [&](int64_t k) { return keys.v[t] + (k - t * TILE) / e * v_unit; };
+      if (e == 2 && key % 2) { multiply_edge<R>(row, key - 1, 0, at(key), fresh); ++key; }
+      const int64_t units = (stop - key) / e;
+      if (dv % LANES == 0) {
+        if (units) multiply<R>(row, key, units, at(key), v_unit, fresh);
+      } else {  // rows that do not fill whole vectors are copied first, so that no load passes their end
+        for (int64_t i = 0; i < units; ++i) multiply_edge<R>(row, key + i * e, -1, at(key + i * e), fresh);
+      }
+      key += units * e;
+      if (key < stop) { multiply_edge<R>(row, key, 1, at(key), fresh); ++key; }
+    }
+  }
+
+  bool finite(const Keys& keys, Range range) const {
+    constexpr int64_t e = E::STEP;
+    for (int64_t key = range.lo; key < range.hi; ++key) {
+      if (!keys.v[key / TILE]) continue;
+      const uint8_t* unit = keys.v[key / TILE] + key % TILE / e * v_unit;
+      bool ok = true;
+      if (E::B_BYTES == 4) {
+        const uint32_t* v = (const uint32_t*)unit;
+        for (int64_t i = 0; i < dv; ++i) ok &= (v[i] & 0x7f800000u) != 0x7f800000u;
+      } else {
+        const uint16_t* v = (const uint16_t*)unit + key % e;
+        const uint16_t bits = std::is_same_v<E, Bf16> ? 0x7f80u : 0x7c00u;
+        for (int64_t i = 0; i < dv; ++i) ok &= (v[i * e] & bits) != bits;
+      }
+      if (!ok) return false;
+    }
+    return true;
+  }
+
+  struct Scores {
+    float* out;
+    KV_INLINE vf first(int, int64_t) const { return zero(); }
+    template <int R, int V> KV_INLINE void done(int64_t v, vf (&acc)[R][V]) const {
+      for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * SPLIT + (v + j) * LANES, acc[r][j]);
+    }
+  };
+
+  // One split for R rows: partial results in part[] and values[]. part.m is -inf where a row sees nothing of it.
+  template <int R> void split(const Keys& keys, const uint8_t* q, int64_t s, const int64_t* positions, Partial* part) {
+    View view[R];
+    Range all{SPLIT, 0};
+    bool alike = true;
+    if (!op.window && (s + 1) * SPLIT <= positions[0] + 1) {  // rows are in order of position: all see all of it
+      for (int r = 0; r < R; ++r) { view[r].part[0] = {0, SPLIT}; view[r].count = 1; }
+      all = {0, SPLIT};
+    } else {
+      for (int r = 0; r < R; ++r) {
+        view[r] = view_of(positions[r], op.window, op.sinks, s);
+        for (int i = 0; i < view[r].count; ++i) all = {std::min(all.lo, view[r].part[i].lo), std::max(all.hi, view[r].part[i].hi)};
+        alike = alike && view[r] == view[0];
+      }
+    }
+    for (int r = 0; r < R; ++r) part[r] = {-__builtin_inff(), 0};
+    if (all.lo >= all.hi) return;
+    const int64_t t0 = all.lo / TILE, t1 = (all.hi + TILE - 1) / TILE;
+    Scores sink{scores};
+    sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; }, sink);
+    for (int r = 0; r < R; ++r) part[r] = softmax(r, view[r], t0, t1);
+    bool fresh = true;
+    if (alike) {
+      for (int i = 0; i < view[0].count; ++i) gather<R>(keys, 0, view[0].part[i], fresh);
+    } else if (finite(keys, all)) {
+      gather<R>(keys, 0, all, fresh);  // probabilities of unseen keys are exactly 0, and so is 0 times a finite value
+    } else {
+      for (int r = 0; r < R; ++r) {
+        fresh = true;
+        for (int i = 0; i < view[r].count; ++i) gather<1>(keys, r, view[r].part[i], fresh);
+      }
+    }
+  }
+
+  Partial softmax(int r, const View& view, int64_t t0, int64_t t1) {
+    float* s = scores + r * SPLIT;
+    uint8_t* out = weights + r * P_ROW;
+    if (view.count == 0) { std::memset(out, 0, size_t(P_ROW)); return {-__builtin_inff(), 0}; }
+    const vf low = set1(-__builtin_inff());
+    vf top = low;
+    if (op.softcap != 0) for (int64_t t = t0; t < t1; ++t) store(s + t * TILE, cap(load(s + t * TILE), op.softcap));
+    if (view.whole()) {
+      for (int64_t t = t0; t < t1; ++t) top = max(load(s + t * TILE), top);
+    } else {
+      for (int64_t t = t0; t < t1; ++t) {
+        const vi lane = lanes_from(int32_t(t * TILE));
+        vi seen = iset1(0);
+        for (int i = 0; i < view.count; ++i)
+          seen = either(seen, both(less_equal(iset1(int32_t(view.part[i].lo)), lane), less(lane, iset1(int32_t(view.part[i].hi)))));
+        const vf x = select(seen, load(s + t * TILE), low);
+        store(s + t * TILE, x);
+        top = max(x, top);
+      }
+    }
+    float m = lane_max(top);
+    if (!(m >= -__FLT_MAX__ && m <= __FLT_MAX__)) m = tame(s, view, t0, t1);
+    vf sum = zero();
+    for (int64_t t = t0; t < t1; ++t) {
+      vf p = exp_negative(sub(load(s + t * TILE), set1(m)));
+      if (E::STEP == 2) p = keep_bf16((uint16_t*)out + t * TILE, p);
+      else store((float*)out + t * TILE, p);
+      sum = add(sum, p);
+    }
+    return {m, lane_sum(sum)};
+  }
+
+  // Infinite scores take all the weight instead of making inf - inf, only -inf seen weighs alike, NaN makes NaN.
+  static float tame(float* s, const View& view, int64_t t0, int64_t t1) {
+    float m = -__builtin_inff();
+    bool nan = false;
+    for (int i = 0; i < view.count; ++i)
+      for (int64_t key = std::max(view.part[i].lo, t0 * TILE); key < std::min(view.part[i].hi, t1 * TILE); ++key) {
+        s[key] = s[key] > __FLT_MAX__ ? __FLT_MAX__ : s[key] < -__FLT_MAX__ ? -__FLT_MAX__ : s[key];
+        nan = nan || s[key] != s[key];
+        m = s[key] > m ? s[key] : m;
+      }
+    return nan ? __builtin_nanf("") : m;
+  }
+
+  void finish(int64_t token, int64_t head, const Partial& part, const float* o) const {
+    const float inverse = part.l > 0 || part.l != part.l ? 1.0f / part.l : 0.0f;
+    const int64_t at = token * op.out_stride + head * dv;
+    for (int64_t i = 0; i < dv; ++i) {
+      const float y = o[i] * inverse;
+      if (op.act == Type::bf16) ((uint16_t*)op.out)[at + i] = bf16_of(y);
+      else ((float*)op.out)[at + i] = y;
+    }
+  }
+};
+
+}  // namespace KVIST_VARIANT
