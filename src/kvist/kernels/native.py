@@ -7,6 +7,7 @@ for none. Every variant keeps the laws; between variants the last bits differ, a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.base.errors import KernelError
 from kvist.kernels.blockformat import why_not
+from kvist.kernels.packed import PackedWeight
 from kvist.kernels.ops import SPLIT, TILE, Append, Attend, Embed, LayerStore, Linear, NormAdd, Op, Step, torch_dtype
 
 if TYPE_CHECKING:
@@ -168,7 +170,7 @@ class NativeBackend:
                 return f"a buffer lies on {buffer.device}: native kernels read the CPU's memory"
             if buffer.dim() == 2 and buffer.stride(1) != 1:
                 return "a buffer's rows are not contiguous"
-        if isinstance(op, Embed | Linear) and not isinstance(op.weight, NativeWeight):
+        if isinstance(op, Embed | Linear) and not isinstance(op.weight, NativeWeight | PackedWeight):
             return "the weight is not packed for native kernels"
         reason = _buffer_refusal(op)
         if reason is not None:
@@ -187,6 +189,10 @@ class NativeBackend:
     def weight(self, n: int, k: int, dtype: DType, glu: bool = False) -> NativeWeight:
         """Zeroed panels for a matrix [N, K]."""
         return NativeWeight(self, n, k, dtype, glu)
+
+    def packed(self, parts: Sequence[tuple[int, str]], k: int, glu: bool = False) -> PackedWeight:
+        """A zeroed matrix whose segments (rows, GGUF type) stay packed."""
+        return PackedWeight(self, parts, k, glu)
 
     def compile(self, ops: list[Op], **settings: Any) -> NativeExecutor:
         """An executor of ``ops``. KernelError that names the first operation which is refused."""
@@ -217,7 +223,7 @@ def _buffer_refusal(op: Op) -> str | None:
         case Embed():
             expected = [("out", op.out, single, op.weight.k)]
         case Linear():
-            act = (torch_dtype(op.weight.dtype),)
+            act = (torch_dtype(op.weight.dtype), torch.float32)  # a float32 source is rounded on the way in
             glu = op.epilogue == "glu"
             expected = [
                 ("source", op.source, single if op.norm else act, op.weight.k),
@@ -267,7 +273,7 @@ def _embed(native: ModuleType, program: Any, op: Embed) -> None:
 
 
 def _handle(weight: Any) -> Any:
-    assert isinstance(weight, NativeWeight)
+    assert isinstance(weight, NativeWeight | PackedWeight)
     return weight.handle
 
 
