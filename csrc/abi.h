@@ -53,7 +53,13 @@ struct Op {
   int64_t rope_rows = 0;
 };
 
-struct Table { const int32_t* data = nullptr; int64_t width = 0; };
+// Block ids [B, width] of one group of layers. `leader[b]` is the first request whose leading `lead[b]` blocks are the same
+// as those of b (b itself, and 0, when there is none): their keys can be read once for both.
+struct Table {
+  const int32_t* data = nullptr;
+  int64_t width = 0;
+  std::vector<int32_t> leader, lead;
+};
 
 struct Step {
   const int32_t *tokens = nullptr, *positions = nullptr, *starts = nullptr, *rows = nullptr;

@@ -137,6 +137,22 @@ static void validate(const Op& op, const Step& step) {
   }
 }
 
+void find_leaders(Table& table, int64_t requests) {
+  table.leader.resize(size_t(requests));
+  table.lead.assign(size_t(requests), 0);
+  for (int64_t b = 0; b < requests; ++b) {
+    table.leader[size_t(b)] = int32_t(b);
+    const int32_t* own = table.data + b * table.width;
+    for (int64_t a = 0; a < b && table.lead[size_t(b)] == 0; ++a) {
+      if (table.leader[size_t(a)] != a) continue;
+      const int32_t* other = table.data + a * table.width;
+      int64_t same = 0;
+      while (same < table.width && own[same] == other[same] && own[same] >= 0) ++same;
+      if (same) { table.leader[size_t(b)] = int32_t(a); table.lead[size_t(b)] = int32_t(same); }
+    }
+  }
+}
+
 void Program::run(const Step& step, size_t first, size_t last) {
   for (size_t i = first; i < last; ++i) validate(ops_[i], step);
   size_t need = 0;

@@ -79,7 +79,7 @@ def load(
         spec, weights, choice.backend, pool, max_positions=ctx, max_tokens=step_tokens, max_rows=max_num_seqs
     )
     eos = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-    engine = Engine(decoder, groups, pool.blocks, EngineSettings(scheduler, eos, cache))
+    engine = Engine(decoder, groups, pool.blocks, EngineSettings(scheduler, eos, cache, keep=True))
     setup = Setup(
         name=source.name,
         spec=spec,
