@@ -65,14 +65,14 @@ template <class E> struct Attending {
   int64_t* packed = nullptr;  // rows that each tile of queries was packed for
 
   void whole() {
-    for (int64_t i; (i = team.take(1)) < c.units;) {
+    share(team, c.units, 1, [&](int64_t i) {
       int64_t request, head, first, count;
       unit(i, request, head, first, count);
       rows.count = 0;
       for (int64_t t = first; t < first + count; ++t)
         for (int64_t h = 0; h < group; ++h) rows.add(step, t, head * group + h);
       clear(rows.count);
-      for (int64_t r = 0; r < rows.count; ++r) { state[r] = {-__builtin_inff(), 0}; }
+      for (int64_t r = 0; r < rows.count; ++r) state[r] = {-__builtin_inff(), 0};
       std::fill(sums, sums + rows.count * width, 0.0f);
       const int64_t last = rows.position[rows.count - 1] / SPLIT;
       for (int64_t s = first_split(rows.position[0]); s <= last; ++s)
@@ -80,21 +80,18 @@ template <class E> struct Attending {
           fold(n, state + row, sums + row * width, [&](int r) { return part[r]; }, [&](int r) { return a->values + r * width; }, width);
         });
       for (int64_t r = 0; r < rows.count; ++r) a->finish(rows.token[r], rows.head[r], state[r], sums + r * width);
-    }
+    });
   }
 
   void in_parts() {
     const Table& table = step.tables[op.store.group];
     const int64_t heads = op.store.kv_heads;
-    for (int64_t i; (i = team.take(1)) < INT64_MAX;) {
-      int64_t b = 0, from = 0, to = 0;
-      for (; b < step.num_requests; ++b) {  // which request, kv head and run of splits is item i
-        span(table, b, from, to);
-        const int64_t items = (to - from + c.per_item - 1) / c.per_item * heads;
-        if (i < items) break;
-        i -= items;
-      }
-      if (b == step.num_requests) break;
+    int64_t from, to, total = 0;
+    auto items = [&](int64_t b) { span(table, b, from, to); return (to - from + c.per_item - 1) / c.per_item * heads; };
+    for (int64_t b = 0; b < step.num_requests; ++b) total += items(b);
+    share(team, total, 1, [&](int64_t i) {
+      int64_t b = 0;  // which request, kv head and run of splits is item i
+      for (int64_t n; i >= (n = items(b)); ++b) i -= n;
       const int64_t head = i % heads, s0 = from + i / heads * c.per_item, s1 = std::min(to, s0 + c.per_item);
       rows.count = 0;
       take_rows(b, head);
@@ -108,9 +105,8 @@ template <class E> struct Attending {
             std::memcpy(out + 2, a->values + r * width, size_t(width) * 4);
           }
         });
-    }
-    team.barrier();
-    for (int64_t i; (i = team.take(1)) < step.num_tokens * heads;) merge(i / heads, i % heads * group);
+    });
+    share(team, step.num_tokens * heads, 1, [&](int64_t i) { merge(i / heads, i % heads * group); });
   }
 
  private:

@@ -73,18 +73,11 @@ static inline void pause_briefly() {
 #endif
 }
 
-// Spins, since the wait is usually under a microsecond; gives the core away when another program holds a member up.
-void Team::barrier() {
-  if (size == 1) { shared->next.store(0, std::memory_order_relaxed); return; }
-  const uint32_t before = shared->generation.load(std::memory_order_acquire);
-  if (shared->arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-    shared->arrived.store(0, std::memory_order_relaxed);
-    shared->next.store(0, std::memory_order_relaxed);
-    shared->generation.store(before + 1, std::memory_order_release);
-    return;
-  }
-  for (int spins = 0; shared->generation.load(std::memory_order_acquire) == before;)
+// Spins, since the wait is usually under a microsecond; gives the core away when another program holds an item up.
+void Team::wait(int64_t total) {
+  for (int spins = 0; phase->finished.load(std::memory_order_acquire) < total;)
     if (++spins < 4096) pause_briefly(); else sched_yield();
+  ++phase;
 }
 
 // Rounding to nearest, denormals kept, every exception masked: whatever the caller has set, for the time of a run.
@@ -159,18 +152,14 @@ void Program::run(const Step& step, size_t first, size_t last) {
   for (size_t i = first; i < last; ++i) need = std::max(need, kernels_.common_bytes(ops_[i], step));
   uint8_t* common = common_.at(need);
   own_.resize(size_t(threads_));
-  Shared shared;
-  int members = threads_;
+  phases_ = std::make_unique<Phase[]>((last - first) * PHASES);
 #pragma omp parallel num_threads(threads_)
   {
-    // The runtime may grant fewer threads than asked for: the team is who came.
-#pragma omp single
-    members = omp_get_num_threads();
     FloatingPoint mode;
-    Team team{&shared, omp_get_thread_num(), members, &own_[size_t(omp_get_thread_num())], common};
+    Team team{phases_.get(), &own_[size_t(omp_get_thread_num())], common};
     for (size_t i = first; i < last; ++i) {
+      team.phase = &phases_[(i - first) * PHASES];
       kernels_.exec(ops_[i], step, team);
-      team.barrier();
     }
   }
 }

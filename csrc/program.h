@@ -26,6 +26,7 @@ class Program {
   std::vector<Op> ops_;
   Scratch common_;
   std::vector<Scratch> own_;
+  std::unique_ptr<Phase[]> phases_;
 };
 
 // Bytes per second that `threads` threads read from `bytes` of memory, each its own part, summing whole cache lines.
