@@ -96,10 +96,8 @@ def test_rows_beyond_two_to_the_31(variant: str) -> None:
     found = []
     with sparse(rows * stride * 4) as a, sparse(rows * stride * 4) as b, sparse(rows * stride * 4) as c:
         far = [part.view(torch.float32).view(rows, stride) for part in (a, b, c)]
-        for source, out, gated in (
-            (torch.empty(rows, k), torch.zeros(rows, n), torch.zeros(rows, n // 2)),
-            None or far,
-        ):
+        near = [torch.empty(rows, k), torch.zeros(rows, n), torch.zeros(rows, n // 2)]
+        for source, out, gated in (near, far):
             source, out, gated = source[:, :k], out[:, :n], gated[:, : n // 2]
             ops: list[Op] = [
                 Embed("embed", words, 1.0, source),

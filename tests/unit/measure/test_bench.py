@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -22,7 +22,7 @@ from kvist.measure import bench as module
 from kvist.measure.bench import Effort, bench
 from kvist.measure.serving import Prompts, batch, decode, prefill
 
-TINY = Effort(prefills=(64,), depths=(0, 100), seqs=3, seq_depth=48, tokens=4, repeats=2, matrix=False)
+TINY = Effort(prefills=(64,), depths=(0, 100), seqs=3, seq_depth=48, tokens=4, repeats=2, matrix=False, starts=1)
 
 
 @pytest.fixture
@@ -34,12 +34,13 @@ def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "DEPTH", 256)
 
 
-@pytest.mark.parametrize("kernels", [*variants()[:1], "reference"])
+@pytest.mark.parametrize("kernels", [*variants()[:1], pytest.param("reference", marks=pytest.mark.full)])
 def test_report_of_a_small_model(
     folder: Path, small_sets: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: str
 ) -> None:
     monkeypatch.setenv("KVIST_KERNELS", kernels)
     told: list[str] = []
+    threads = torch.get_num_threads()
     report = bench(str(folder), replace(TINY, prefills=(64, 4096)), announce=told.append)
     found = json.loads(json.dumps(report.json()))
     assert {"read_gbps", "prefill", "decode", "batch", "attention", "peak_rss_bytes", "fingerprint"} <= set(found)
@@ -60,6 +61,7 @@ def test_report_of_a_small_model(
         assert row["gbps"] > 0 and row["depth"] == 256
     assert found["peak_rss_bytes"] > 50e6 and len(found["fingerprint"]) == 16
     assert found["startup"]["seconds"] > 0
+    assert torch.get_num_threads() == threads
     assert any("decode at depth 100" in text for text in told)
     text = command.table(report)
     assert "decode at depth 100" in text and "3 requests at 48, one prefix" in text and "left out: prefill" in text
@@ -74,7 +76,7 @@ def test_every_request_of_a_batch_advances_in_every_window(folder: Path) -> None
         assert [window.tokens for window in found] == [4 * 5] * 3
         assert llm.engine.idle
         # Depth grows by what was decoded: five tokens a window.
-        assert [b.depth - a.depth for a, b in zip(found, found[1:], strict=False)] == [5.0, 5.0]
+        assert [b.depth - a.depth for a, b in pairwise(found)] == [5.0, 5.0]
 
 
 def test_decode_counts_keys_from_the_prompt_on(folder: Path) -> None:
@@ -143,9 +145,3 @@ def test_a_model_that_cannot_start_says_why(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="did not start"):
         measure_startup(str(tmp_path / "nothing"), perf_counter, 1)
-
-
-def test_threads_of_torch_are_left_alone(folder: Path, small_sets: None) -> None:
-    before = torch.get_num_threads()
-    bench(str(folder), replace(TINY, depths=(0,), repeats=1))
-    assert torch.get_num_threads() == before
