@@ -155,23 +155,21 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
   uint8_t* mine = team.own->at(temp_bytes + y_bytes + opened + a_bytes);
   float* temp = (float*)mine;
   Rounded* a = few ? (Rounded*)(mine + temp_bytes + y_bytes + opened) : (Rounded*)team.common;
-  auto round = [&](int64_t r) {
+  auto prepare = [&](int64_t r) {
     const float* x = (const float*)op.source + (op.wanted ? step.rows[r] : r) * op.source_stride;
     if (op.norm) { rms_norm(x, op.norm, op.eps, k, temp); x = temp; }
     round_row(x, k, a + r * blocks);
   };
-  if (few) {
-    for (int64_t r = 0; r < m; ++r) round(r);
-  } else {
-    for (int64_t r0; (r0 = team.take(8)) < m;) for (int64_t r = r0; r < std::min(m, r0 + 8); ++r) round(r);
-    team.barrier();
-  }
+  if (!few) share(team, m, 8, prepare);
+  bool ready = !few;
   const PackedProduct product{op, a, m, blocks, mine + temp_bytes + y_bytes, (float*)(mine + temp_bytes), {op, 0}};
   const int64_t deep = few ? m : 16 * PACKED_ROWS, down = (m + deep - 1) / deep;
   int64_t units = 0;  // pairs of strips; of each segment by itself, or of gate and up
   for (const Segment& s : w.segments) units += w.glu ? (&s == w.segments.data() ? strips_of(s) : 0) : (strips_of(s) + 1) / 2;
-  const int64_t run = few ? std::clamp<int64_t>(units / (16 * team.size), 1, 4) : 1, across = (units + run - 1) / run;
-  for (int64_t item; (item = team.take(1)) < across * down;) {
+  const int64_t run = few ? std::clamp<int64_t>(units / 32, 1, 4) : 1, across = (units + run - 1) / run;
+  share(team, across * down, 1, [&](int64_t item) {
+    if (!ready) for (int64_t r = 0; r < m; ++r) prepare(r);
+    ready = true;
     const int64_t t0 = item / across * deep, t1 = std::min(m, t0 + deep);
     for (int64_t unit = item % across * run; unit < std::min(units, (item % across + 1) * run); ++unit) {
       if (w.glu) {
@@ -186,7 +184,7 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
       const Strip pair[2] = {strip_of(*s, i, k), strip_of(*s, i + count - 1, k)};
       product.run(pair, count, t0, t1);
     }
-  }
+  });
 }
 
 }  // namespace KVIST_VARIANT

@@ -115,7 +115,7 @@ def render(finding: Finding) -> str:
     """Title, what was printed, what it means, and each check with its verdict."""
     lines = [f"{finding.script.title}", ""]
     lines += [f"  {line}".rstrip() for line in finding.output.splitlines()]
-    lines += ["", *textwrap.wrap(finding.script.explanation, WIDTH), ""]
+    lines += ["", *textwrap.wrap(finding.script.explanation, WIDTH, break_on_hyphens=False), ""]
     lines += [f"{'passed' if held else 'FAILED'}: {sentence}" for sentence, held in finding.checks.items()]
     return "\n".join(lines)
 
@@ -157,9 +157,7 @@ def _check_pictures(folder: Path, scripts: list[Script]) -> None:
     from kvist.learn.pictures import PICTURES, require_matplotlib
 
     if not any(script.name in PICTURES for script in scripts):
-        raise UsageError(
-            f"{scripts[0].path.stem} has no picture: leave --plot out; there are {', '.join(PICTURES)}"
-        )
+        raise UsageError(f"{scripts[0].path.stem} has no picture: leave --plot out; there are {', '.join(PICTURES)}")
     require_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)

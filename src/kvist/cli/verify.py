@@ -18,7 +18,10 @@ def command(
     full: Annotated[
         bool, typer.Option("--full", help="Longer text, every kernel variant, float32 and bfloat16.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="Weights as auto, bfloat16 or float32.")] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="Weights held as auto, packed (as GGUF has them), bfloat16 or float32.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Weights unpacked to bfloat16 or float32, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Prove on your own model that the same tokens give the same bits, whatever way they take through the cache.
@@ -44,16 +47,20 @@ def command(
         if talk:
             print(f"\r\x1b[K{text} ...", end="", file=sys.stderr, flush=True)
 
+    titled = False
+
     def found(row: LawRow) -> None:
+        nonlocal titled
         if as_json:
             return
         if talk:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if not titled:  # with the first row: an error before it is one line
+            titled = True
+            print(f"{'law':<22}{'path':<26}{'kernels':<12}{'weights':<10}{'positions':>9}  bits")
         print(line(row), flush=True)
 
-    if not as_json:
-        print(f"{'law':<22}{'path':<26}{'kernels':<12}{'weights':<10}{'positions':>9}  bits")
-    report = verify(model, effort, dtype=dtype, announce=announce, found=found)
+    report = verify(model, effort, dtype=dtype, weights=weights, announce=announce, found=found)
     if talk:
         print("\r\x1b[K", end="", file=sys.stderr)
     if as_json:

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.base.errors import KernelError
 from kvist.kernels.blockformat import why_not
-from kvist.kernels.packed import PackedWeight
 from kvist.kernels.ops import SPLIT, TILE, Append, Attend, Embed, LayerStore, Linear, NormAdd, Op, Step, torch_dtype
+from kvist.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -100,20 +100,17 @@ class GgufCheckpoint:
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a folder of safetensors files, sharded or not."""
+    """The tensors of a folder of safetensors files, sharded or not.
+
+    A file is mapped for one slice at a time: pages that were read count as this process's memory until it is unmapped.
+    """
 
     def __init__(self, spec: ModelSpec, shards: tuple[Path, ...]) -> None:
-        """Open every shard and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
-        from safetensors import SafetensorError, safe_open
-
-        self.files: dict[str, Any] = {}
+        """Read every header and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
+        self.files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in shards:
-            try:
-                handle: Any = safe_open(str(shard), framework="pt")
-            except (SafetensorError, OSError) as error:
-                message = f"{shard}: not a complete safetensors file ({error}): download it again"
-                raise Truncated(message) from error
+            handle = _mapped(shard)
             for name in handle.keys():  # noqa: SIM118  (not a mapping)
                 part = handle.get_slice(name)
                 if part.get_dtype() not in ("F32", "BF16", "F16"):
@@ -121,7 +118,7 @@ class SafetensorsCheckpoint:
                         f"{shard}: tensor {name} has type {part.get_dtype()}: "
                         "float32, bfloat16 and float16 can be loaded"
                     )
-                self.files[name] = handle
+                self.files[name] = shard
                 shapes[name] = tuple(part.get_shape())
         match = match_names(spec, shapes, "hf", shapes)
         match.require(str(shards[0].parent))
@@ -131,8 +128,8 @@ class SafetensorsCheckpoint:
         """A norm or bias as float32 [width]."""
         if name not in self.names:
             return None
-        tensor: Tensor = self.files[self.names[name]].get_tensor(self.names[name])
-        return tensor.float()
+        tensor: Tensor = _mapped(self.files[self.names[name]]).get_tensor(self.names[name])
+        return tensor.to(torch.float32, copy=True)
 
     def packing(self, name: str) -> str | None:
         """None: safetensors are not packed."""
@@ -140,13 +137,26 @@ class SafetensorsCheckpoint:
 
     def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
         """Write the matrix slice by slice."""
-        part = self.files[self.names[name]].get_slice(self.names[name])
-        rows = part.get_shape()[0]
+        file_name = self.names[name]
+        shard = self.files[file_name]
+        rows = _mapped(shard).get_slice(file_name).get_shape()[0]
         step = max(1, SLICE_BYTES // (weight.k * 2))
         for start in range(0, rows, step):
-            values = part[start : min(rows, start + step)]
+            values = _mapped(shard).get_slice(file_name)[start : min(rows, start + step)]
             weight.fill(first + start, values)
-            yield values.numel() * values.element_size()
+            nbytes = values.numel() * values.element_size()
+            del values  # and with it the mapping
+            yield nbytes
+
+
+def _mapped(shard: Path) -> Any:
+    """The file, mapped for as long as the result or a tensor of it is held. Truncated when it is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(shard), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise Truncated(f"{shard}: not a complete safetensors file ({error}): download it again") from error
 
 
 def loaded_bytes(spec: ModelSpec, element_bytes: int, packed: Checkpoint | None = None) -> int:

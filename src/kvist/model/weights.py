@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -53,41 +53,44 @@ class ModelWeights:
     head: Weight
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        """All matrices, a tied one once."""
-        parts: dict[int, Weight] = {id(self.embed): self.embed, id(self.head): self.head}
-        for layer in self.layers:
-            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                parts[id(weight)] = weight
-        return tuple(parts.values())
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of all matrices, a tied one counted once."""
-        return sum(weight.nbytes for weight in self.matrices)
+        """Bytes of all matrices, norms and biases, each object counted once."""
+        return sum(_bytes(part) for part in self._held)
 
     @property
     def packed(self) -> bool:
         """Whether any matrix is held as GGUF packed it."""
-        return any(isinstance(weight, PackedWeight) for weight in self.matrices)
+        return any(isinstance(part, PackedWeight) for part in self._held)
+
+    @property
+    def _held(self) -> list[Weight | NormWeight | Tensor | None]:
+        held: list[Weight | NormWeight | Tensor | None] = [self.embed, self.head, self.final_norm]
+        for layer in self.layers:
+            held += [getattr(layer, field.name) for field in fields(layer)]
+        return list({id(part): part for part in held}.values())
 
 
-def require_memory(
-    spec: ModelSpec, dtype: DType, name: str, packed: Checkpoint | None = None, smaller: str | None = None
-) -> None:
-    """Refuse, before anything is read, a model whose weights do not fit: OutOfMemory with both sizes.
+def _bytes(part: Weight | NormWeight | Tensor | None) -> int:
+    if part is None:
+        return 0
+    if isinstance(part, NormWeight):
+        part = part.weight
+    return part.numel() * part.element_size() if isinstance(part, Tensor) else part.nbytes
 
-    ``packed``: the checkpoint whose quantised matrices stay packed. ``smaller``: what else to try, as in "--weights
-    packed (0.50 GiB)".
-    """
-    needed, available = loaded_bytes(spec, dtype.bytes, packed), available_memory()
+
+def require_memory(spec: ModelSpec, dtype: DType, name: str) -> None:
+    """Refuse, before anything is read, a model whose weights do not fit: OutOfMemory with both sizes."""
+    refuse_beyond(loaded_bytes(spec, dtype.bytes), name, dtype.name, "--dtype bfloat16" if dtype.bytes > 2 else None)
+
+
+def refuse_beyond(needed: int, name: str, form: str, remedy: str | None = None) -> None:
+    """OutOfMemory, with both sizes, when weights of ``needed`` bytes held as ``form`` do not fit what is free."""
+    available = available_memory()
     if available is not None and needed > available:
-        form = f"packed, the rest as {dtype.name}" if packed is not None else f"as {dtype.name}"
-        smaller = smaller or ("--dtype bfloat16" if dtype.bytes > 2 and packed is None else None)
         raise OutOfMemory(
-            f"{name}: its weights take {needed / 2**30:.2f} GiB {form}, and {available / 2**30:.2f} GiB "
+            f"{name}: its weights take {needed / 2**30:.2f} GiB as {form}, and {available / 2**30:.2f} GiB "
             "are free: nothing was loaded; use a smaller model"
-            + (f", {smaller}," if smaller else "")
+            + (f", {remedy}," if remedy else "")
             + " or a machine with more memory"
         )
 
