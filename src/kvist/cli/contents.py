@@ -1,4 +1,4 @@
-"""``kvist info FILE``: what a GGUF file holds, what it takes in memory packed and unpacked, and what of that fits here."""
+"""``kvist info FILE``: what a GGUF file holds, what it takes in memory packed and unpacked, and what fits here."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def contents(model: str) -> dict[str, Any]:
     rows = by_type(file)
     total = {form: sum(getattr(row, f"{form}_bytes") for row in rows) for form in FORMS}
     free = available_memory()
-    per_token = _cache_bytes(file)
+    per_token, most = _cache_facts(file)
     fits = {
         form: {
             "bytes": nbytes,
             "fits": free is None or nbytes <= free,
-            "context": (free - nbytes) // per_token if free is not None and per_token and nbytes <= free else None,
+            "context": min(most, (free - nbytes) // per_token)
+            if free is not None and per_token and nbytes <= free
+            else None,
         }
         for form, nbytes in total.items()
     }
@@ -106,7 +108,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     out += ["", f"weights   {'memory unknown' if free is None else f'{size(free)} of memory available'}"]
     for form, fact in found["weights"].items():
         verdict = "fits" if fact["fits"] else "does not fit"
-        context = f", with a bfloat16 cache of up to {fact['context']:,} tokens" if fact["context"] else ""
+        context = f", with a bfloat16 cache of {fact['context']:,} tokens" if fact["context"] else ""
         out.append(f"          --weights {form:<10}{size(fact['bytes']):>12}  {verdict}{context}")
     return out
 
@@ -115,14 +117,15 @@ def _note(kind: str) -> str:
     return "as it is" if kind in ("f32", "f16", "bf16") else "unpacked when loaded: no kernel takes this type packed"
 
 
-def _cache_bytes(file: GgufFile) -> int | None:
-    """Bytes of bfloat16 cache for a token; None for an architecture that cannot run."""
+def _cache_facts(file: GgufFile) -> tuple[int | None, int]:
+    """Bytes of bfloat16 cache for a token, and the most positions; None and 0 for an architecture that cannot run."""
     from kvist.base.dtypes import BFLOAT16
     from kvist.cache.layout import groups_of
     from kvist.cache.sizing import bytes_per_token
     from kvist.spec.from_gguf import gguf_model
 
     try:
-        return bytes_per_token(groups_of(gguf_model(file).spec, BFLOAT16, 64))
+        spec = gguf_model(file).spec
+        return bytes_per_token(groups_of(spec, BFLOAT16, 64)), spec.max_position
     except KvistError:
-        return None
+        return None, 0
