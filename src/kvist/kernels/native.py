@@ -225,9 +225,10 @@ def _buffer_refusal(op: Op) -> str | None:
         case Linear():
             act = (torch_dtype(op.weight.dtype), torch.float32)  # a float32 source is rounded on the way in
             glu = op.epilogue == "glu"
+            gated = act if op.norm else (op.source.dtype,)  # kernels are told one type for both
             expected = [
                 ("source", op.source, single if op.norm else act, op.weight.k),
-                ("out", op.out, act if glu else single, op.weight.n // 2 if glu else op.weight.n),
+                ("out", op.out, gated if glu else single, op.weight.n // 2 if glu else op.weight.n),
             ]
         case NormAdd():
             width = op.norm.weight.shape[0]

@@ -112,7 +112,9 @@ class Embed:
 class Linear:
     """y = act(norm(source)) @ weight.T + bias, then the epilogue.
 
-    source: float32 [T, K] when ``norm`` is given (the result is rounded to the weight's type), else act type [T, K].
+    source: float32 [T, K] when ``norm`` is given (the result is rounded to the weight's type), else act type
+    or float32 [T, K]. Packed weights (``kernels.packed``) round to 15 bits a block of 32 of the row; their act type is
+    float32.
     epilogue ``store``: out (float32) = y. ``add``: out += y. ``glu``: out (act type) [T, N/2] = f(y_gate) * y_up, with
     ``activation`` f in {silu, gelu_tanh}.
     ``wanted``: source rows are source[step.rows] and out is [R, N]; ``softcap`` c then gives c * tanh(y / c).
