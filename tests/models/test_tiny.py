@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 import hf_models
 import kvist

@@ -110,8 +110,8 @@ def open_model(source: ModelSource) -> tuple[ModelSpec, Checkpoint, Tokenizer]:
 def _context(spec: ModelSpec, ctx_size: int | None) -> int:
     if ctx_size is None:
         return min(spec.max_position, DEFAULT_CTX)
-    if not 1 <= ctx_size <= spec.max_position:
-        raise UsageError(f"ctx_size is {ctx_size}, but this model was made for 1 to {spec.max_position} positions")
+    if not isinstance(ctx_size, int) or not 1 <= ctx_size <= spec.max_position:
+        raise UsageError(f"ctx_size is {ctx_size!r}, but this model was made for 1 to {spec.max_position} positions")
     return ctx_size
 
 
