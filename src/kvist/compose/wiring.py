@@ -22,6 +22,7 @@ from kvist.model.weights import load_weights, require_memory
 from kvist.spec.from_config import model_spec
 from kvist.spec.from_gguf import gguf_model
 from kvist.spec.model import ModelSpec
+from kvist.spec.rope import fix_context
 from kvist.spec.source import ModelSource, resolve
 from kvist.text.tokenizer import Tokenizer
 
@@ -60,6 +61,7 @@ def load(
     source = resolve(str(model))
     spec, checkpoint, tokenizer = open_model(source)
     ctx = _context(spec, ctx_size)
+    spec = fix_context(spec, ctx)
     step_tokens = max(min(STEP_TOKENS, ctx), max_num_seqs)
     scheduler = SchedulerSettings(ctx, step_tokens, max_num_seqs)
     choice = choose(threads)
@@ -107,9 +109,14 @@ def open_model(source: ModelSource) -> tuple[ModelSpec, Checkpoint, Tokenizer]:
     return spec, SafetensorsCheckpoint(spec, source.shards()), Tokenizer.from_folder(source.path)
 
 
+def default_context(spec: ModelSpec) -> int:
+    """Tokens of a context when nobody says: the model's own limit, up to 8192."""
+    return min(spec.max_position, DEFAULT_CTX)
+
+
 def _context(spec: ModelSpec, ctx_size: int | None) -> int:
     if ctx_size is None:
-        return min(spec.max_position, DEFAULT_CTX)
+        return default_context(spec)
     if not 1 <= ctx_size <= spec.max_position:
         raise UsageError(f"ctx_size is {ctx_size}, but this model was made for 1 to {spec.max_position} positions")
     return ctx_size

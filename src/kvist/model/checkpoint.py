@@ -20,7 +20,7 @@ from kvist.kernels.ops import Weight
 from kvist.spec.from_gguf import GgufModel
 from kvist.spec.gguf_types import IDS
 from kvist.spec.model import Attention, ModelSpec
-from kvist.spec.names import expected_tensors, half_split_rows, match_names
+from kvist.spec.names import ExpectedTensor, expected_tensors, grouped_rows, half_split_rows, match_names
 
 SLICE_BYTES = 1 << 24  # bytes of a tensor that are read and unpacked at once
 _NATIVE_GGUF = frozenset(
@@ -30,6 +30,8 @@ _NATIVE_GGUF = frozenset(
 
 class Checkpoint(Protocol):
     """Tensors by canonical name (see ``spec.names``), names and shapes already checked against the spec."""
+
+    expected: dict[str, ExpectedTensor]  # what the spec asks of files of this form
 
     def vector(self, name: str) -> Tensor | None:
         """A one-dimensional tensor as float32; None when the checkpoint has none of this name."""
@@ -46,6 +48,7 @@ class GgufCheckpoint:
     def __init__(self, model: GgufModel) -> None:
         """Check names and shapes. WeightsError lists what is missing, extra or of another shape."""
         self.model, self.file = model, model.file
+        self.expected = expected_tensors(model.spec, "gguf")
         tensors = model.file.tensors
         shapes = {name: info.shape for name, info in tensors.items()}
         match = match_names(model.spec, tensors, "gguf", shapes)
@@ -96,6 +99,7 @@ class SafetensorsCheckpoint:
         """Open every shard and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
         from safetensors import SafetensorError, safe_open
 
+        self.expected = expected_tensors(spec)
         self.files: dict[str, Any] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in shards:
@@ -122,16 +126,27 @@ class SafetensorsCheckpoint:
         if name not in self.names:
             return None
         tensor: Tensor = self.files[self.names[name]].get_tensor(self.names[name])
-        return tensor.float()
+        grouped = self.expected[name].grouped
+        return tensor.float() if grouped is None else tensor.float()[grouped_rows(*grouped)]
 
     def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
         """Write the matrix slice by slice."""
         part = self.files[self.names[name]].get_slice(self.names[name])
-        rows = part.get_shape()[0]
+        tensor = self.expected[name]
+        rows = tensor.shape[0]
         step = max(1, SLICE_BYTES // (weight.k * 2))
+        place = None
+        if tensor.grouped is not None:  # the inverse: where each of the file's rows goes
+            order = torch.tensor(grouped_rows(*tensor.grouped))
+            place = torch.empty_like(order)
+            place[order] = torch.arange(rows) + first
         for start in range(0, rows, step):
-            values = part[start : min(rows, start + step)]
-            weight.fill(first + start, values)
+            stop = min(rows, start + step)
+            values = part[:, start:stop].T.contiguous() if tensor.transposed else part[start:stop]
+            if place is None:
+                weight.fill(first + start, values)
+            else:
+                _scatter(weight, values, place[start:stop])
             yield values.numel() * values.element_size()
 
 

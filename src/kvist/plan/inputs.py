@@ -102,7 +102,7 @@ def _from_gguf(path: Path) -> CacheSpec:
     count, vectors = sum(map(math.prod, shapes)), sum(shape[0] for shape in shapes if len(shape) == 1)
     if spec.runnable:
         try:
-            count, vectors = _count(expected_tensors(gguf_model(file).spec))
+            count, vectors = _count(expected_tensors(gguf_model(file).spec, "gguf"))
         except KvistError as error:
             spec = replace(spec, runnable=False, notes=(*spec.notes, f"kvist cannot run it: {error}"))
     return replace(spec, parameters=count, vectors=vectors)
