@@ -57,7 +57,13 @@ struct Op {
   int64_t rope_rows = 0;
 };
 
-struct Table { const int32_t* data = nullptr; int64_t width = 0; };
+// Block ids [B, width] of one group of layers. `leader[b]` is the first request whose leading `lead[b]` blocks are the same
+// as those of b (b itself, and 0, when there is none): their keys can be read once for both.
+struct Table {
+  const int32_t* data = nullptr;
+  int64_t width = 0;
+  std::vector<int32_t> leader, lead;
+};
 
 struct Step {
   const int32_t *tokens = nullptr, *positions = nullptr, *starts = nullptr, *rows = nullptr;
@@ -65,24 +71,38 @@ struct Step {
   const Table* tables = nullptr;
 };
 
-// The threads of one run. Work is handed out by a shared counter: who computes a tile never enters its arithmetic.
-struct Shared {
-  alignas(64) std::atomic<int64_t> next{0};
-  alignas(64) std::atomic<int32_t> arrived{0};
-  alignas(64) std::atomic<uint32_t> generation{0};
+// One piece of work that the team shares out: items 0..total-1, handed out by a counter and counted when finished. Who
+// computes an item never enters its arithmetic.
+struct alignas(64) Phase {
+  std::atomic<int64_t> next{0}, finished{0};
 };
 
 struct Scratch { std::vector<uint8_t> bytes; uint8_t* at(size_t need); };
 
+// A member of the team that runs a program. A phase ends when its items are finished, not when every member has come by:
+// a thread that the system has taken off its core holds nobody up unless it is in the middle of an item.
 struct Team {
-  Shared* shared;
-  int32_t rank, size;
+  Phase* phase;     // the current one; phases of a program follow each other in memory
   Scratch* own;     // this thread's
   uint8_t* common;  // the team's, large enough for the operation: Kernels::common_bytes
-  int64_t take(int64_t count) { return size == 1 ? serial_take(count) : shared->next.fetch_add(count, std::memory_order_relaxed); }
-  int64_t serial_take(int64_t count) { int64_t v = shared->next.load(std::memory_order_relaxed); shared->next.store(v + count, std::memory_order_relaxed); return v; }
-  void barrier();
+
+  // The next `count` items; the caller finishes those below the phase's total.
+  int64_t take(int64_t count) { return phase->next.fetch_add(count, std::memory_order_relaxed); }
+  void finish(int64_t count) { phase->finished.fetch_add(count, std::memory_order_release); }
+  void wait(int64_t total);  // until all items are finished; then the next phase begins
 };
+
+// Calls work(i) for each item that falls to this thread, `run` neighbours at a time, and waits for the others' items.
+template <class Work> inline __attribute__((always_inline)) void share(Team& team, int64_t total, int64_t run, Work&& work) {
+  for (int64_t first; (first = team.take(run)) < total;) {
+    const int64_t last = first + run < total ? first + run : total;
+    for (int64_t i = first; i < last; ++i) work(i);
+    team.finish(last - first);
+  }
+  team.wait(total);
+}
+
+constexpr int PHASES = 2;  // most phases of one operation
 
 // One instruction set's kernels. `common_bytes`: the shared scratch that an operation needs in this step.
 struct Kernels {

@@ -1,130 +1,222 @@
-// Cuts a step's attention into work for the team, and merges what comes back.
+// Cuts a step's attention into work for the team, and merges what comes back. No cut reaches the arithmetic of a row.
+//
+// Two ways. `Whole`: a unit (one kv head of a run of tokens of one request) goes through all its splits and merges them as
+// it goes; good when there are many units. `Parted`: few tokens, so the splits are shared out too and their results are
+// merged afterwards; requests that begin with the same blocks are then served by one pass over those.
 #pragma once
 #include "split.h"
 
 namespace KVIST_VARIANT {
 
-// How the work of a step is cut: `unit` is one kv head of a run of tokens of one request. With few units, splits are
-// shared out too and their partial results merged afterwards. The cut never reaches the arithmetic.
-struct Cut {
-  int64_t tokens_per_unit, units, splits, splits_per_item;  // splits > 0: shared out
-  int64_t per_unit_floats;
-};
+constexpr int64_t PARTED_BYTES = int64_t(256) << 20;  // most memory for unmerged results
 
-inline int64_t last_split(const Step& s) {
-  int64_t most = 0;
-  for (int64_t t = 0; t < s.num_tokens; ++t) most = std::max<int64_t>(most, s.positions[t] / SPLIT + 1);
-  return most;
-}
+struct Cut {
+  int64_t tokens_per_unit, units;  // of a step that is not parted
+  int64_t splits, per_item;        // splits > 0: parted, in items of per_item splits
+  int64_t record;                  // floats of one row's result: maximum, sum, values
+};
 
 inline Cut cut_of(const Op& op, const Step& step) {
   const int64_t group = op.num_heads / op.store.kv_heads, width = (op.store.v_head_dim + LANES - 1) / LANES * LANES;
-  Cut c{};
-  c.tokens_per_unit = std::max<int64_t>(1, 4 * MAX_ROWS / group);
-  for (int64_t b = 0; b < step.num_requests; ++b)
-    c.units += (step.starts[b + 1] - step.starts[b] + c.tokens_per_unit - 1) / c.tokens_per_unit * op.store.kv_heads;
-  const int64_t splits = last_split(step), rows = c.tokens_per_unit * group;
-  if (c.units < 16 && splits > 1 && step.num_tokens <= 16) {
+  const Table& table = step.tables[op.store.group];
+  Cut c{std::max<int64_t>(1, 4 * MAX_ROWS / group), 0, 0, 0, width + 2};
+  int64_t splits = 0;
+  bool few = true, shared = false;
+  for (int64_t b = 0; b < step.num_requests; ++b) {
+    const int64_t n = step.starts[b + 1] - step.starts[b];
+    if (n == 0) continue;
+    c.units += (n + c.tokens_per_unit - 1) / c.tokens_per_unit * op.store.kv_heads;
+    splits = std::max<int64_t>(splits, step.positions[step.starts[b + 1] - 1] / SPLIT + 1);
+    few = few && n <= 4;
+    shared = shared || table.lead[size_t(b)] > 0;
+  }
+  const bool scarce = c.units < 16 && step.num_tokens <= 16;
+  if (splits > 1 && few && (scarce || shared) && step.num_tokens * op.num_heads * splits * c.record * 4 <= PARTED_BYTES) {
     c.splits = splits;
-    c.splits_per_item = std::max<int64_t>(1, std::min<int64_t>(4, c.units * splits / 32));
-    c.per_unit_floats = rows * splits * (width + 2);
+    c.per_item = std::max<int64_t>(1, std::min<int64_t>(4, c.units * splits / 32));
   }
   return c;
 }
 
 inline size_t attend_common(const Op& op, const Step& step) {
   const Cut c = cut_of(op, step);
-  return c.splits ? size_t(c.units) * c.per_unit_floats * 4 : 0;
+  return c.splits ? size_t(step.num_tokens * op.num_heads * c.splits * c.record) * 4 : 0;
 }
 
-struct Unit { int64_t request, head, first, count; };  // kv head; tokens first..first+count-1 of the step
-
-inline Unit unit_of(const Op& op, const Step& step, const Cut& c, int64_t i) {
-  for (int64_t b = 0;; ++b) {
-    const int64_t n = step.starts[b + 1] - step.starts[b], runs = (n + c.tokens_per_unit - 1) / c.tokens_per_unit;
-    if (i >= runs * op.store.kv_heads) { i -= runs * op.store.kv_heads; continue; }
-    const int64_t run = runs - 1 - i / op.store.kv_heads;  // the last tokens see most: they go first
-    const int64_t first = run * c.tokens_per_unit;
-    return {b, i % op.store.kv_heads, step.starts[b] + first, std::min(c.tokens_per_unit, n - first)};
+// Query rows that go through the same blocks together: token, head and position of each.
+struct Rows {
+  int64_t count = 0, *token = nullptr, *head = nullptr, *position = nullptr;
+  void add(const Step& step, int64_t t, int64_t h) {
+    token[count] = t; head[count] = h; position[count] = step.positions[t];
+    ++count;
   }
-}
+};
+
+template <class E> struct Attending {
+  const Op& op;
+  const Step& step;
+  Team& team;
+  const Cut c;
+  const int64_t group, width;
+  Attention<E>* a = nullptr;
+  Rows rows;
+  Partial* state = nullptr;
+  float *sums = nullptr, *parted = nullptr;
+  int64_t* packed = nullptr;  // rows that each tile of queries was packed for
+
+  void whole() {
+    share(team, c.units, 1, [&](int64_t i) {
+      int64_t request, head, first, count;
+      unit(i, request, head, first, count);
+      rows.count = 0;
+      for (int64_t t = first; t < first + count; ++t)
+        for (int64_t h = 0; h < group; ++h) rows.add(step, t, head * group + h);
+      clear(rows.count);
+      for (int64_t r = 0; r < rows.count; ++r) state[r] = {-__builtin_inff(), 0};
+      std::fill(sums, sums + rows.count * width, 0.0f);
+      const int64_t last = rows.position[rows.count - 1] / SPLIT;
+      for (int64_t s = first_split(rows.position[0]); s <= last; ++s)
+        pass(request, head, s, rows.count, [&](int64_t row, int n, const Partial* part) {
+          fold(n, state + row, sums + row * width, [&](int r) { return part[r]; }, [&](int r) { return a->values + r * width; }, width);
+        });
+      for (int64_t r = 0; r < rows.count; ++r) a->finish(rows.token[r], rows.head[r], state[r], sums + r * width);
+    });
+  }
+
+  void in_parts() {
+    const Table& table = step.tables[op.store.group];
+    const int64_t heads = op.store.kv_heads;
+    int64_t from, to, total = 0;
+    auto items = [&](int64_t b) { span(table, b, from, to); return (to - from + c.per_item - 1) / c.per_item * heads; };
+    for (int64_t b = 0; b < step.num_requests; ++b) total += items(b);
+    share(team, total, 1, [&](int64_t i) {
+      int64_t b = 0;  // which request, kv head and run of splits is item i
+      for (int64_t n; i >= (n = items(b)); ++b) i -= n;
+      const int64_t head = i % heads, s0 = from + i / heads * c.per_item, s1 = std::min(to, s0 + c.per_item);
+      rows.count = 0;
+      take_rows(b, head);
+      gather_followers(table, b, head, s0);
+      clear(rows.count);
+      for (int64_t s = s0; s < s1; ++s)
+        pass(b, head, s, present(table, b, s), [&](int64_t row, int n, const Partial* part) {
+          for (int r = 0; r < n; ++r) {
+            float* out = record(rows.token[row + r], rows.head[row + r], s);
+            out[0] = part[r].m; out[1] = part[r].l;
+            std::memcpy(out + 2, a->values + r * width, size_t(width) * 4);
+          }
+        });
+    });
+    share(team, step.num_tokens * heads, 1, [&](int64_t i) { merge(i / heads, i % heads * group); });
+  }
+
+ private:
+  // The last tokens of a request see most: they go first.
+  void unit(int64_t i, int64_t& request, int64_t& head, int64_t& first, int64_t& count) const {
+    for (request = 0;; ++request) {
+      const int64_t n = step.starts[request + 1] - step.starts[request], runs = (n + c.tokens_per_unit - 1) / c.tokens_per_unit;
+      if (i >= runs * op.store.kv_heads) { i -= runs * op.store.kv_heads; continue; }
+      first = (runs - 1 - i / op.store.kv_heads) * c.tokens_per_unit;
+      count = std::min(c.tokens_per_unit, n - first);
+      first += step.starts[request];
+      head = i % op.store.kv_heads;
+      return;
+    }
+  }
+
+  int64_t first_split(int64_t position) const {
+    return op.window && !op.sinks ? std::max<int64_t>(0, position - op.window + 1) / SPLIT : 0;
+  }
+
+  // Splits that request b reads itself; those before `from` are read by its leader.
+  void span(const Table& table, int64_t b, int64_t& from, int64_t& to) const {
+    if (step.starts[b] == step.starts[b + 1]) { from = to = 0; return; }
+    to = step.positions[step.starts[b + 1] - 1] / SPLIT + 1;
+    from = std::max(first_split(step.positions[step.starts[b]]), shared_splits(table, b));
+    from = std::min(from, to);
+  }
+  int64_t shared_splits(const Table& table, int64_t b) const {
+    const int64_t leader = table.leader[size_t(b)];
+    if (leader == b || step.starts[b] == step.starts[b + 1] || step.starts[leader] == step.starts[leader + 1]) return 0;
+    // Only splits that both have whole: a later one may be read by each on its own.
+    const int64_t reach = std::min(step.positions[step.starts[leader]], step.positions[step.starts[b]]) / SPLIT;
+    if (first_split(step.positions[step.starts[leader]]) != 0) return 0;
+    return std::min(reach, int64_t(table.lead[size_t(b)]) * op.store.block_size / SPLIT);
+  }
+  void take_rows(int64_t b, int64_t head) {
+    for (int64_t t = step.starts[b]; t < step.starts[b + 1]; ++t)
+      for (int64_t h = 0; h < group; ++h) rows.add(step, t, head * group + h);
+  }
+  // Followers in order of how long they stay, so that those of a later split are a beginning of the list.
+  void gather_followers(const Table& table, int64_t b, int64_t head, int64_t split) {
+    for (int64_t want = c.splits; want > split; --want)
+      for (int64_t f = b + 1; f < step.num_requests; ++f)
+        if (table.leader[size_t(f)] == b && shared_splits(table, f) == want) take_rows(f, head);
+  }
+  int64_t present(const Table& table, int64_t b, int64_t split) const {
+    int64_t n = step.starts[b + 1] - step.starts[b];
+    for (int64_t f = b + 1; f < step.num_requests; ++f)
+      if (table.leader[size_t(f)] == b && shared_splits(table, f) > split) n += step.starts[f + 1] - step.starts[f];
+    return n * group;
+  }
+
+  float* record(int64_t token, int64_t head, int64_t split) const {
+    return parted + ((token * op.num_heads + head) * c.splits + split) * c.record;
+  }
+
+  void clear(int64_t count) { std::fill(packed, packed + (count + MAX_ROWS - 1) / MAX_ROWS, 0); }
+
+  // One split for the first `count` rows, tile of rows by tile of rows.
+  template <class Emit> void pass(int64_t request, int64_t head, int64_t s, int64_t count, Emit&& emit) {
+    const Keys keys = a->find(request, head, s);
+    for (int64_t r0 = 0; r0 < count; r0 += MAX_ROWS)
+      with_rows(int(std::min<int64_t>(MAX_ROWS, count - r0)), [&](auto n) {
+        constexpr int R = decltype(n)::value;
+        uint8_t* q = a->queries + r0 * a->d * 4;
+        if (packed[r0 / MAX_ROWS] != R) {
+          a->load_queries(q, R, rows.token + r0, rows.head + r0);
+          packed[r0 / MAX_ROWS] = R;
+        }
+        Partial part[R];
+        a->template split<R>(keys, q, s, rows.position + r0, part);
+        emit(r0, R, part);
+      });
+  }
+
+  // Results of one token's heads head..head+group-1, in order of their splits.
+  void merge(int64_t token, int64_t head) {
+    const int64_t first = first_split(step.positions[token]), last = step.positions[token] / SPLIT;
+    for (int64_t h0 = 0; h0 < group; h0 += LANES) {
+      const int count = int(std::min<int64_t>(LANES, group - h0));
+      for (int r = 0; r < count; ++r) state[r] = {-__builtin_inff(), 0};
+      std::fill(sums, sums + count * width, 0.0f);
+      for (int64_t s = first; s <= last; ++s) {
+        auto from = [&](int r) { return record(token, head + h0 + r, s); };
+        fold(count, state, sums, [&](int r) { return Partial{from(r)[0], from(r)[1]}; }, [&](int r) { return from(r) + 2; }, width);
+      }
+      for (int r = 0; r < count; ++r) a->finish(token, head + h0 + r, state[r], sums + r * width);
+    }
+  }
+};
 
 template <class E> inline void attend_as(const Op& op, const Step& step, Team& team) {
   const Cut c = cut_of(op, step);
-  const int64_t group = op.num_heads / op.store.kv_heads, width = Attention<E>::v_width(op), most = c.tokens_per_unit * group;
+  const int64_t group = op.num_heads / op.store.kv_heads, width = Attention<E>::v_width(op);
+  const int64_t most = (c.splits ? step.num_tokens : c.tokens_per_unit) * group, wide = std::max<int64_t>(most, LANES);
   const size_t own = (Attention<E>::own_bytes(op, most) + 63) / 64 * 64;
-  uint8_t* memory = team.own->at(own + 64 + size_t(most) * ((width + 2) * 4 + 3 * 8));
+  uint8_t* memory = team.own->at(own + 64 + size_t(wide) * ((width + 2) * 4 + 4 * 8));
   Attention<E> a(op, step, memory, most);
-  Partial* state = (Partial*)(memory + own);
-  int64_t *token = (int64_t*)(state + most), *head = token + most, *position = head + most;
-  float* sums = (float*)(position + most);
-  float* shared = c.splits ? (float*)team.common : nullptr;
-
-  // Splits s0..s1 of unit u, each for all its rows; `emit(row, count, split, part)` takes a tile's results.
-  auto walk = [&](const Unit& u, int64_t s0, int64_t s1, auto&& emit) {
-    const int64_t rows = u.count * group;
-    for (int64_t r = 0; r < rows; ++r) {
-      token[r] = u.first + r / group;
-      head[r] = u.head * group + r % group;
-      position[r] = step.positions[token[r]];
-    }
-    for (int64_t r0 = 0; r0 < rows; r0 += MAX_ROWS)
-      a.load_queries(a.queries + r0 * a.d * 4, std::min<int64_t>(MAX_ROWS, rows - r0), token + r0, head + r0);
-    const int64_t begin = op.window && !op.sinks ? std::max<int64_t>(0, position[0] - op.window + 1) / SPLIT : 0;
-    for (int64_t s = std::max(s0, begin); s < std::min(s1, position[rows - 1] / SPLIT + 1); ++s) {
-      const Keys keys = a.find(u.request, u.head, s);
-      for (int64_t r0 = 0; r0 < rows; r0 += MAX_ROWS)
-        with_rows(int(std::min<int64_t>(MAX_ROWS, rows - r0)), [&](auto n) {
-          constexpr int R = decltype(n)::value;
-          Partial part[R];
-          a.template split<R>(keys, a.queries + r0 * a.d * 4, s, position + r0, part);
-          emit(r0, R, s, part);
-        });
-    }
-  };
-
-  if (!c.splits) {
-    for (int64_t i; (i = team.take(1)) < c.units;) {
-      const Unit u = unit_of(op, step, c, i);
-      for (int64_t r = 0; r < u.count * group; ++r) state[r] = {-__builtin_inff(), 0};
-      std::fill(sums, sums + u.count * group * width, 0.0f);
-      walk(u, 0, INT64_MAX, [&](int64_t row, int count, int64_t, const Partial* part) {
-        fold(count, state + row, sums + row * width, [&](int r) { return part[r]; }, [&](int r) { return a.values + r * width; }, width);
-      });
-      for (int64_t r = 0; r < u.count * group; ++r) a.finish(u.first + r / group, u.head * group + r % group, state[r], sums + r * width);
-    }
-    return;
-  }
-  const int64_t record = width + 2, runs = (c.splits + c.splits_per_item - 1) / c.splits_per_item;
-  for (int64_t i; (i = team.take(1)) < c.units * runs;) {
-    const int64_t index = i / runs, s0 = i % runs * c.splits_per_item, s1 = std::min(c.splits, s0 + c.splits_per_item);
-    const Unit u = unit_of(op, step, c, index);
-    float* base = shared + index * c.per_unit_floats;
-    for (int64_t r = 0; r < u.count * group; ++r)
-      for (int64_t s = s0; s < s1; ++s) base[(r * c.splits + s) * record] = -__builtin_inff();
-    walk(u, s0, s1, [&](int64_t row, int count, int64_t s, const Partial* part) {
-      for (int r = 0; r < count; ++r) {
-        float* to = base + ((row + r) * c.splits + s) * record;
-        to[0] = part[r].m; to[1] = part[r].l;
-        std::memcpy(to + 2, a.values + r * width, size_t(width) * 4);
-      }
-    });
-  }
-  team.barrier();
-  for (int64_t i; (i = team.take(1)) < c.units;) {
-    const Unit u = unit_of(op, step, c, i);
-    const float* base = shared + i * c.per_unit_floats;
-    for (int64_t r0 = 0; r0 < u.count * group; r0 += LANES) {
-      const int count = int(std::min<int64_t>(LANES, u.count * group - r0));
-      for (int r = 0; r < count; ++r) state[r] = {-__builtin_inff(), 0};
-      std::fill(sums, sums + count * width, 0.0f);
-      for (int64_t s = 0; s < c.splits; ++s) {
-        auto from = [&](int r) { return base + ((r0 + r) * c.splits + s) * record; };
-        fold(count, state, sums, [&](int r) { return Partial{from(r)[0], from(r)[1]}; }, [&](int r) { return from(r) + 2; }, width);
-      }
-      for (int r = 0; r < count; ++r) a.finish(u.first + (r0 + r) / group, u.head * group + (r0 + r) % group, state[r], sums + r * width);
-    }
-  }
+  Attending<E> work{op, step, team, c, group, width};
+  work.a = &a;
+  work.state = (Partial*)(memory + own);
+  int64_t* lists = (int64_t*)(work.state + wide);
+  work.rows.token = lists;
+  work.rows.head = lists + wide;
+  work.rows.position = lists + 2 * wide;
+  work.packed = lists + 3 * wide;
+  work.sums = (float*)(lists + 4 * wide);
+  work.parted = (float*)team.common;
+  if (c.splits) work.in_parts();
+  else work.whole();
 }
 
 inline void attend(const Op& op, const Step& step, Team& team) {

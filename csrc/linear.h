@@ -146,14 +146,11 @@ template <class E> inline void multiply(const Op& op, const Step& step, Team& te
   float* temp = (float*)mine;
   uint8_t* a = alone ? mine + (w.k * 4 + 63) / 64 * 64 : team.common;
   auto rows_of = [&](int64_t t) { return int(std::min<int64_t>(MAX_ROWS, m - t * MAX_ROWS)); };
-  if (alone) {
-    for (int64_t r = 0; r < m; ++r) pack_a(op, step, r, rows_of(r / MAX_ROWS), a + r / MAX_ROWS * tile_bytes, r % MAX_ROWS, temp);
-  } else {
-    for (int64_t r0; (r0 = team.take(MAX_ROWS)) < m;)
-      for (int64_t r = r0; r < r0 + MAX_ROWS && r < m; ++r)
-        pack_a(op, step, r, rows_of(r / MAX_ROWS), a + r / MAX_ROWS * tile_bytes, r % MAX_ROWS, temp);
-    team.barrier();
-  }
+  auto prepare = [&](int64_t r) {
+    pack_a(op, step, r, rows_of(r / MAX_ROWS), a + r / MAX_ROWS * tile_bytes, r % MAX_ROWS, temp);
+  };
+  if (!alone) share(team, m, MAX_ROWS, prepare);
+  bool ready = !alone;
   const int64_t vectors = (w.glu ? (w.n / 2 + LANES - 1) / LANES : (w.n + PANEL - 1) / PANEL) * 2;
   const int64_t bytes = panel_bytes(w);
   const uint8_t* data = (const uint8_t*)w.data;
@@ -161,7 +158,9 @@ template <class E> inline void multiply(const Op& op, const Step& step, Team& te
   // Items: a run of columns times a run of row tiles, small enough to share out evenly, large enough to stay in cache.
   const int64_t run = m <= MAX_ROWS ? 4 : 8, deep = 8;
   const int64_t across = (vectors + run - 1) / run, down = (tiles + deep - 1) / deep;
-  for (int64_t item; (item = team.take(1)) < across * down;) {
+  share(team, across * down, 1, [&](int64_t item) {
+    if (!ready) for (int64_t r = 0; r < m; ++r) prepare(r);
+    ready = true;
     const int64_t v0 = item % across * run, v1 = std::min(vectors, v0 + run), t0 = item / across * deep;
     for (int64_t t = t0; t < std::min(tiles, t0 + deep); ++t)
       with_rows(rows_of(t), [&](auto rows) {
@@ -169,7 +168,7 @@ template <class E> inline void multiply(const Op& op, const Step& step, Team& te
         Output sink{op, t * MAX_ROWS};
         sweep<E, Packed<R>, R>(a + t * tile_bytes, v0, v1, 128, steps, columns, sink);
       });
-  }
+  });
 }
 
 inline void linear(const Op& op, const Step& step, Team& team) {

@@ -65,6 +65,8 @@ static void pack_rows(const std::string& kernels, const Weight& w, Address in, i
 }
 
 NB_MODULE(_native, m) {
+  // Objects may live until the interpreter ends: that is no leak.
+  nb::set_leak_warnings(false);
   m.doc() = "Native kernels of kvist: raw addresses and sizes in.";
   m.attr("SPLIT") = SPLIT;
   m.attr("PANEL") = PANEL;
@@ -149,7 +151,10 @@ NB_MODULE(_native, m) {
                      const std::vector<std::tuple<Address, int64_t>>& tables, Address rows, int64_t num_rows, size_t first, size_t last) {
         if (first > last || last > p.size()) throw std::invalid_argument("no such run of operations");
         std::vector<Table> t;
-        for (const auto& [data, width] : tables) t.push_back({(const int32_t*)data, width});
+        for (const auto& [data, width] : tables) {
+          t.push_back({(const int32_t*)data, width, {}, {}});
+          find_leaders(t.back(), num_requests);
+        }
         Step s;
         s.tokens = (const int32_t*)tokens; s.positions = (const int32_t*)positions; s.starts = (const int32_t*)starts; s.rows = (const int32_t*)rows;
         s.num_tokens = num_tokens; s.num_requests = num_requests; s.num_rows = num_rows; s.tables = t.data();

@@ -81,27 +81,26 @@ inline void unpack_row(const Weight& w, int64_t row, float* out);  // linear.h
 
 inline void embed(const Op& op, const Step& step, Team& team) {
   const Weight& w = op.weight;
-  for (int64_t t; (t = team.take(1)) < step.num_tokens;) {
+  share(team, step.num_tokens, 1, [&](int64_t t) {
     float* out = (float*)op.out + t * op.out_stride;
     unpack_row(w, step.tokens[t], out);
     for (int64_t i = 0; i < w.k; ++i) out[i] = out[i] * op.scale;
-    if (!op.places.data) continue;
+    if (!op.places.data) return;
     float* place = (float*)team.own->at(size_t(w.k) * 4);
     unpack_row(op.places, step.positions[t], place);
     for (int64_t i = 0; i < w.k; ++i) out[i] = out[i] + place[i];
-  }
+  });
 }
 
 inline void norm_add(const Op& op, const Step& step, Team& team) {
   const int64_t width = op.weight.k;
   float* y = (float*)team.own->at(width * 4);
-  for (int64_t t; (t = team.take(4)) < step.num_tokens;)
-    for (int64_t i = t; i < t + 4 && i < step.num_tokens; ++i) {
-      row_norm(op, (const float*)op.source + i * op.source_stride, width, y);
-      float* out = (float*)op.out + i * op.out_stride;
-      if (op.kind == OpKind::normalise) std::memcpy(out, y, size_t(width) * 4);
-      else for (int64_t j = 0; j < width; ++j) out[j] = out[j] + y[j];
-    }
+  share(team, step.num_tokens, 4, [&](int64_t i) {
+    row_norm(op, (const float*)op.source + i * op.source_stride, width, y);
+    float* out = (float*)op.out + i * op.out_stride;
+    if (op.kind == OpKind::normalise) std::memcpy(out, y, size_t(width) * 4);
+    else for (int64_t j = 0; j < width; ++j) out[j] = out[j] + y[j];
+  });
 }
 
 }  // namespace KVIST_VARIANT

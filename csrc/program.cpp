@@ -73,18 +73,11 @@ static inline void pause_briefly() {
 #endif
 }
 
-// Spins, since the wait is usually under a microsecond; gives the core away when another program holds a member up.
-void Team::barrier() {
-  if (size == 1) { shared->next.store(0, std::memory_order_relaxed); return; }
-  const uint32_t before = shared->generation.load(std::memory_order_acquire);
-  if (shared->arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-    shared->arrived.store(0, std::memory_order_relaxed);
-    shared->next.store(0, std::memory_order_relaxed);
-    shared->generation.store(before + 1, std::memory_order_release);
-    return;
-  }
-  for (int spins = 0; shared->generation.load(std::memory_order_acquire) == before;)
+// Spins, since the wait is usually under a microsecond; gives the core away when another program holds an item up.
+void Team::wait(int64_t total) {
+  for (int spins = 0; phase->finished.load(std::memory_order_acquire) < total;)
     if (++spins < 4096) pause_briefly(); else sched_yield();
+  ++phase;
 }
 
 // Rounding to nearest, denormals kept, every exception masked: whatever the caller has set, for the time of a run.
@@ -141,24 +134,36 @@ static void validate(const Op& op, const Step& step) {
   }
 }
 
+void find_leaders(Table& table, int64_t requests) {
+  table.leader.resize(size_t(requests));
+  table.lead.assign(size_t(requests), 0);
+  for (int64_t b = 0; b < requests; ++b) {
+    table.leader[size_t(b)] = int32_t(b);
+    const int32_t* own = table.data + b * table.width;
+    for (int64_t a = 0; a < b && table.lead[size_t(b)] == 0; ++a) {
+      if (table.leader[size_t(a)] != a) continue;
+      const int32_t* other = table.data + a * table.width;
+      int64_t same = 0;
+      while (same < table.width && own[same] == other[same] && own[same] >= 0) ++same;
+      if (same) { table.leader[size_t(b)] = int32_t(a); table.lead[size_t(b)] = int32_t(same); }
+    }
+  }
+}
+
 void Program::run(const Step& step, size_t first, size_t last) {
   for (size_t i = first; i < last; ++i) validate(ops_[i], step);
   size_t need = 0;
   for (size_t i = first; i < last; ++i) need = std::max(need, kernels_.common_bytes(ops_[i], step));
   uint8_t* common = common_.at(need);
   own_.resize(size_t(threads_));
-  Shared shared;
-  int members = threads_;
+  phases_ = std::make_unique<Phase[]>((last - first) * PHASES);
 #pragma omp parallel num_threads(threads_)
   {
-    // The runtime may grant fewer threads than asked for: the team is who came.
-#pragma omp single
-    members = omp_get_num_threads();
     FloatingPoint mode;
-    Team team{&shared, omp_get_thread_num(), members, &own_[size_t(omp_get_thread_num())], common};
+    Team team{phases_.get(), &own_[size_t(omp_get_thread_num())], common};
     for (size_t i = first; i < last; ++i) {
+      team.phase = &phases_[(i - first) * PHASES];
       kernels_.exec(ops_[i], step, team);
-      team.barrier();
     }
   }
 }

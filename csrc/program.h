@@ -10,6 +10,9 @@ namespace kvist {
 const std::vector<const Kernels*>& all_kernels();     // built and supported by this machine, best first
 const Kernels& kernels_named(const std::string& name);  // throws std::invalid_argument, listing what there is
 
+// Which requests of a table begin with the same blocks.
+void find_leaders(Table& table, int64_t requests);
+
 class Program {
  public:
   Program(const Kernels& kernels, int threads) : kernels_(kernels), threads_(threads) {}
@@ -23,6 +26,7 @@ class Program {
   std::vector<Op> ops_;
   Scratch common_;
   std::vector<Scratch> own_;
+  std::unique_ptr<Phase[]> phases_;
 };
 
 // Bytes per second that `threads` threads read from `bytes` of memory, each its own part, summing whole cache lines.

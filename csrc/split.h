@@ -200,7 +200,9 @@ template <class E> struct Attention {
     View view[R];
     Range all{SPLIT, 0};
     bool alike = true;
-    if (!op.window && (s + 1) * SPLIT <= positions[0] + 1) {  // rows are in order of position: all see all of it
+    int64_t oldest = positions[0];
+    for (int r = 1; r < R; ++r) oldest = std::min(oldest, positions[r]);
+    if (!op.window && (s + 1) * SPLIT <= oldest + 1) {  // all see all of it
       for (int r = 0; r < R; ++r) { view[r].part[0] = {0, SPLIT}; view[r].count = 1; }
       all = {0, SPLIT};
     } else {

@@ -1,8 +1,8 @@
 """Exercise 6. DeepSeek-V3 at 128k, both ways.
 
 The same model is planned twice: with keys and values of all its heads, and with the latent and the rotated key that it
-really keeps. 128k may be read in thousands or in powers of two; the ratio at equal type is that of one row, and depends
-on neither.
+really keeps. A context of 128k may mean thousands or powers of two; the ratio at equal type is that of one row, and
+depends on neither.
 """
 
 import kvist

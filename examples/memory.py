@@ -2,7 +2,7 @@
 
 Bytes per token are 2 x layers x kv heads x head_dim x bytes of an element, and a GB here is 2^30 bytes. LLaMA-2-70B
 shares its kv heads between query heads and keeps that much less. The two rows of DeepSeek-V3 compare float32 with
-float16: that part of the factor is the type, and only the rest is the latent's doing.
+float16: that part of their factor is the type, and only the rest is the latent's doing.
 """
 
 import kvist
@@ -29,10 +29,10 @@ for name, config, tokens, dtype in [
     size = plan.sequence_bytes / 2**30
     shown = f"{size * 1024:.0f} MB" if size < 1 else f"{size:.2f} GB" if size < 4 else f"{size:.1f} GB"
     print(f"{name:24} {dtype}  {int(plan.growing_bytes_per_token):9,} B/token x {tokens:7,} tokens = {shown:>8}")
-    result.append([name, int(plan.growing_bytes_per_token), tokens, plan.sequence_bytes, shown])
-ratio = result[4][3] / result[5][3]
-print(f"{result[4][4]} to {result[5][4]}: {ratio:.1f}x, of which 2 is the type; at equal type {ratio / 2:.1f}x")
+    result.append([name, dtype, int(plan.growing_bytes_per_token), tokens, plan.sequence_bytes, shown])
+ratio = result[4][4] / result[5][4]
+print(f"{result[4][5]} to {result[5][5]}: {ratio:.1f}x, of which 2 is the type; at equal type {ratio / 2:.1f}x")
 
 layer = kvist.LayerCache(12, 64, capacity=1024)
-checks = {"twelve layers of GPT-2's shape, allocated, take the planned bytes": 12 * layer.nbytes == result[0][3]}
+checks = {"twelve layers of GPT-2's shape, allocated, take the planned bytes": 12 * layer.nbytes == result[0][4]}
 assert all(checks.values()), checks

@@ -40,8 +40,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: hf.Qwen2Config(**COMMON, use_sliding_window=False, sliding_window=40, tie_word_embeddings=True),
     "qwen2 windows": lambda: hf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=40, max_window_layers=1),
     "qwen3": lambda: hf.Qwen3Config(**WIDE, rope_theta=1e6),
-    "smollm3": lambda: hf.SmolLM3Config(**{**COMMON, "num_hidden_layers": 5}, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-    "smollm3 list": lambda: hf.SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1], pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "smollm3": lambda: hf.SmolLM3Config(
+        **{**COMMON, "num_hidden_layers": 5}, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    ),
+    "smollm3 list": lambda: hf.SmolLM3Config(
+        **COMMON, no_rope_layers=[1, 0, 1], pad_token_id=0, bos_token_id=1, eos_token_id=2
+    ),
     "gemma": lambda: hf.GemmaConfig(**WIDE),
     "gemma2": lambda: hf.Gemma2Config(
         **WIDE,
@@ -80,7 +84,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_neox": lambda: hf.GPTNeoXConfig(**{**NEOX, "num_attention_heads": 3}, rotary_pct=0.25),
     "gpt_neox in turn": lambda: hf.GPTNeoXConfig(**NEOX, use_parallel_residual=False, rotary_pct=1.0),
     "falcon": lambda: hf.FalconConfig(**FALCON, bos_token_id=1, eos_token_id=2),
-    "falcon, all heads": lambda: hf.FalconConfig(**FALCON, multi_query=False, bias=True, bos_token_id=1, eos_token_id=2),
+    "falcon, all heads": lambda: hf.FalconConfig(
+        **FALCON, multi_query=False, bias=True, bos_token_id=1, eos_token_id=2
+    ),
     "falcon, two norms": lambda: hf.FalconConfig(
         **FALCON, new_decoder_architecture=True, num_kv_heads=2, bos_token_id=1, eos_token_id=2
     ),

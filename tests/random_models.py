@@ -118,7 +118,7 @@ def spec_of(kind: Kind) -> ModelSpec:
 @cache
 def subject(name: str, dtype: DType = FLOAT32, variant: str | None = None) -> Subject:
     """A random model of kind ``name``; the same weights for every type and variant."""
-    return subject_of(KINDS[name], dtype, NativeBackend(variant or variants()[0], 2), name)
+    return subject_of(KINDS[name], dtype, NativeBackend(variant or variants()[0], 1), name)
 
 
 def subject_of(kind: Kind, dtype: DType, backend: Backend, name: str = "random") -> Subject:
@@ -171,7 +171,7 @@ def subject_of(kind: Kind, dtype: DType, backend: Backend, name: str = "random")
 
     def threads(count: int | None) -> Backend:
         if isinstance(backend, NativeBackend):
-            return type(backend)(backend.variant, count or 2)
+            return type(backend)(backend.variant, count or 1)
         return backend
 
     return Subject(name, spec, weights, dtype, threads)

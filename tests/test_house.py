@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model", "text", "layer"),
     ("engine", "plan"),
     ("compose",),
-    ("learn", "verify"),
+    ("learn", "measure", "verify"),
     ("cli",),
 )
 ROOF = "kvist"
@@ -50,7 +50,7 @@ FLAGS: dict[str, set[str]] = {
     "run": {
         *("--max-tokens", "-n", "--ctx-size", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
         *("--threads", "--dtype", "--kv-cache-dtype", "--block-size", "--system", "--prompt-file"),
-        *("--no-chat-template", "--no-cache", "--json"),
+        *("--no-chat-template", "--no-cache", "--kv-window", "--kv-sinks", "--json"),
     },
     "plan": {
         *("--ctx-size", "--max-model-len", "--max-num-seqs", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
@@ -58,6 +58,8 @@ FLAGS: dict[str, set[str]] = {
         *("--block-size", "--source-tokens", "--lengths", "--calibrate", "--assume-standard", "--explain", "--plot"),
         "--json",
     },
+    "learn": {"--all", "--device", "--head-dim", "--json", "--model", "--plot", "--source"},
+    "bench": {"--json", "--plot", "--quick"},
     "verify": {"--quick", "--full", "--dtype", "--json"},
     "info": {"--json"},
 }
@@ -181,7 +183,7 @@ def check_lengths(root: Path) -> list[str]:
 def check_paths(root: Path) -> list[str]:
     """Nothing names a place of one machine."""
     found = []
-    for folder in ("src", "csrc", "tests", "tools", "bench", "docs", ".ci", "requirements"):
+    for folder in ("src", "csrc", "tests", "tools", "bench", "docs", "examples", ".ci", "requirements"):
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in {".py", ".pyi", ".cpp", ".hpp", ".h", ".md", ".txt", ".json", ".sh", ".toml"} or (
                 path.is_file() and folder == ".ci"

@@ -14,7 +14,13 @@ from random_models import KINDS, random_tokens, subject
 LENGTH = 420  # three splits and a part of the fourth
 
 
-@pytest.mark.parametrize("variant", variants())
+# The best and the plainest always, those between them in the full run.
+VARIANTS = [
+    pytest.param(name, marks=[] if name in (variants()[0], "portable") else pytest.mark.full) for name in variants()
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=lambda dtype: dtype.name)
 def test_every_path_gives_the_same_bits(kind: str, dtype: DType, variant: str) -> None:
@@ -25,17 +31,18 @@ def test_every_path_gives_the_same_bits(kind: str, dtype: DType, variant: str) -
     assert {row.name for row in rows} >= {"path independence", "cached = recomputed", "ring = its mask"}
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_is_right_by_value(kind: str, variant: str) -> None:
     row = check_value(subject(kind, FLOAT32, variant), random_tokens(300), list(range(0, 300, 7)))
     assert row.holds, row
 
 
-def test_variants_have_fingerprints_of_their_own() -> None:
+def test_a_fingerprint_says_how_the_kernels_round() -> None:
     prints = {variant: fingerprint(NativeBackend(variant)) for variant in variants()}
     assert prints == {variant: fingerprint(NativeBackend(variant, 1)) for variant in variants()}
-    assert len(set(prints.values())) == len(prints)
+    # Two variants may well round alike (AVX-512 without bfloat16 products and AVX2 do); one without FMA cannot.
+    assert len(variants()) == 1 or prints["portable"] != prints[variants()[0]]
 
 
 def test_a_path_that_did_not_run_fails() -> None:

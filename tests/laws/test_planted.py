@@ -55,7 +55,7 @@ def faulty(fault: Fault, kind: Kind | None = None, dtype: DType = FLOAT32) -> Su
         pass
 
     Backend.fault = staticmethod(fault)
-    return subject_of(kind or Kind(), dtype, Backend(variants()[0], 2))
+    return subject_of(kind or Kind(), dtype, Backend(variants()[0], 1))
 
 
 def rows(subject: Subject, *names: str) -> dict[str, LawRow]:
@@ -106,8 +106,8 @@ def test_a_reduction_split_by_thread_count() -> None:
         return True
 
     found = rows(faulty(fault), "1 thread", "2 threads", "3 threads")
-    assert failing(found) >= {"1 thread", "3 threads"}
-    assert "2 threads" not in failing(found)
+    assert failing(found) >= {"2 threads", "3 threads"}
+    assert "1 thread" not in failing(found)
     assert found["3 threads"].first_difference is not None
     assert (found["3 threads"].first_difference.layer, found["3 threads"].first_difference.operation) == (0, "qkv")
 

@@ -93,6 +93,36 @@ class Table:
             self._place(group, blocks, length)
         self._length = length
 
+    def shareable(self, n: int) -> int:
+        """How many of this request's first ``n`` positions another table can begin with: whole blocks that are stored.
+
+        0 where a window or ring no longer has what the next query would see.
+        """
+        whole = max(group.block_size for group in self.groups)
+        n = min(n, self._written) // whole * whole
+        for group in self.groups:
+            if group.ring or n % group.block_size or group.first_needed(n) < self._starts[group.index]:
+                return 0
+        return n
+
+    def begin_with(self, other: Table, n: int) -> None:
+        """Start this empty table with the first ``n`` positions of ``other``, whose blocks both then hold.
+
+        CacheError unless ``other.shareable(n)`` is n and this table is empty. Only whole blocks are shared and nobody
+        writes a whole block again, so neither request can reach the other's rows.
+        """
+        if self._length or other.shareable(n) != n:
+            raise CacheError(f"a table of {self._length} positions cannot begin with {n} positions of another")
+        for group, pool in zip(self.groups, self._pools, strict=True):
+            index = group.index
+            entries = other._entries[index][: n // group.block_size]
+            first = group.first_needed(n) // group.block_size
+            kept = [GONE if i < first else block for i, block in enumerate(entries)]
+            pool.share(block for block in kept if block != GONE)
+            self._entries[index].extend(kept)
+            self._starts[index] = first * group.block_size
+        self._length = self._written = n
+
     def commit(self, n: int) -> None:
         """The rows of the next ``n`` reserved positions are in the pool now."""
         if n < 0 or self._written + n > self._length:
@@ -138,6 +168,13 @@ class Table:
                     f"the request cannot go back from {self._written} to {length} tokens: its next token would see "
                     f"keys from position {needed} on, but a window of {group.window} has given back everything before "
                     f"{start}; recompute the request from its start (truncate to 0)"
+                )
+        for group, pool in zip(self.groups, self._pools, strict=True):
+            inside, entries = length // group.block_size, self._entries[group.index]
+            if length % group.block_size and not group.ring and pool.refs(entries[inside]) > 1:
+                raise CacheError(
+                    f"the request cannot go back to {length} tokens: position {length} lies in a block that another "
+                    f"request shares, and would be written again; cut at a multiple of {group.block_size}, or at 0"
                 )
         for group, pool in zip(self.groups, self._pools, strict=True):
             self._cut(group, pool, length)

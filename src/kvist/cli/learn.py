@@ -157,9 +157,7 @@ def _check_pictures(folder: Path, scripts: list[Script]) -> None:
     from kvist.learn.pictures import PICTURES, require_matplotlib
 
     if not any(script.name in PICTURES for script in scripts):
-        raise UsageError(
-            f"{scripts[0].path.stem} has no picture: leave --plot out; there are {', '.join(PICTURES)}"
-        )
+        raise UsageError(f"{scripts[0].path.stem} has no picture: leave --plot out; there are {', '.join(PICTURES)}")
     require_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)

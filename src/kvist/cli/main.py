@@ -20,6 +20,7 @@ COMMANDS = (
     "run",
     "plan",
     "verify",
+    "bench",
     "learn",
     "info",
 )

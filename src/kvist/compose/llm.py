@@ -36,6 +36,8 @@ class Setup:
     weight_bytes: int
     cache_bytes: int
     bytes_per_token: int  # of the cache, while no window is full
+    kv_window: int | None = None  # bounded memory: the newest keys that a query sees,
+    kv_sinks: int = 0  # and the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Completion:
     finish_reason: str | None  # stop, length, abort, error; None while it runs
     error: str | None
     prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the cache and not computed again
     seed: int
     projections: int  # tokens put through the layers
     projections_without_cache: int  # the same, had every token recomputed all before it
@@ -61,8 +64,8 @@ class Completion:
 
     @property
     def prefill_tok_s(self) -> float | None:
-        """Prompt tokens per second, from its first step to its first token."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else None
+        """Computed prompt tokens per second, from its first step to its first token."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else None
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -105,6 +108,7 @@ class _Feed:
             finish_reason=None if self.reason is None else self.reason.value,
             error=request.error,
             prompt_tokens=len(request.prompt_ids),
+            cached_tokens=request.cached_tokens,
             seed=request.seed,
             projections=request.projections,
             projections_without_cache=request.projections_without_cache,

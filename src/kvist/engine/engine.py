@@ -18,6 +18,7 @@ from kvist.cache.layout import Group
 from kvist.cache.sizing import blocks_for
 from kvist.cache.table import Table
 from kvist.engine import batch
+from kvist.engine.kept import Kept
 from kvist.engine.metrics import Metrics, Timing
 from kvist.engine.request import FinishReason, Request, Sampling, Status
 from kvist.engine.runner import Forward, Runner
@@ -27,11 +28,16 @@ from kvist.engine.scheduler import Chunk, Scheduler, SchedulerSettings, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """``cache`` False keeps nothing: every token recomputes its whole request, as a model without a cache would."""
+    """``cache`` False keeps nothing: every token recomputes its whole request, as a model without a cache would.
+
+    ``keep``: finished requests stay in the pool while nobody needs their blocks, so that a request that begins like one
+    of them (or like a running one) starts with its rows.
+    """
 
     scheduler: SchedulerSettings
     eos_token_ids: frozenset[int] = frozenset()
     cache: bool = True
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Engine:
         self._runner = Runner(decoder)
         self._requests: dict[int, Request] = {}  # waiting and running ones; a finished one belongs to its submitter
         self._tables: dict[int, Table] = {}  # of running requests
+        self._kept = Kept()
         self._next_id = 0
 
     @property
@@ -74,8 +81,12 @@ class Engine:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables of running requests, for ``cache.check``."""
-        return tuple(self._tables.values())
+        """The tables of running and of kept requests, for ``cache.check``."""
+        return (*self._tables.values(), *self._kept.tables)
+
+    def forget(self) -> None:
+        """Give up what finished requests left in the pool: their blocks are free at once."""
+        self._kept.clear()
 
     def submit(self, prompt_ids: Iterable[int], sampling: Sampling) -> Request:
         """Queue a request and hand it out; its record stays true after it ends. TooLong when it can never fit."""
@@ -109,20 +120,32 @@ class Engine:
     def step(self) -> tuple[Output, ...]:
         """Run one step; what it did to whom. Empty when nobody ran or no token was due."""
         begin = self.metrics.clock()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._admit)
         for request_id in plan.admitted:
             self._requests[request_id].status = Status.RUNNING
             self._requests[request_id].timing.started = begin
-            self._tables[request_id] = Table(self.groups, self.pools)
         if not plan.chunks:
             return ()
         for chunk in plan.chunks:
             table = self._tables[chunk.request_id]
             # After a step that failed, its places are still reserved.
-            table.extend(max(0, chunk.stop - table.length))
+            self._kept.extend(table, max(0, chunk.stop - table.length))
         rows = iter(self._runner.run(batch.build(plan, self._requests, self._tables)))
         choices = [self._choose(chunk, next(rows)) if chunk.sample else None for chunk in plan.chunks]
         return self._commit(plan, choices, begin)
+
+    def _admit(self, request: Request) -> None:
+        """Make the request's table, beginning with rows that a running or kept request already has."""
+        table = self._tables[request.id] = Table(self.groups, self.pools)
+        if not (self.settings.keep and self.settings.cache):
+            return
+        # At least the last token is computed: its logits are wanted, and they are not kept.
+        running = ((self._requests[i], other) for i, other in self._tables.items() if i != request.id)
+        source, n = self._kept.best(request.prompt_ids[:-1], ((r.ids(0, r.written), other) for r, other in running))
+        if source is not None:
+            table.begin_with(source, n)
+            request.written = request.cached_tokens = n
+            self.metrics.cached_tokens += n
 
     def _choose(self, chunk: Chunk, logits: NDArray[np.float32]) -> int | KernelError:
         request = self._requests[chunk.request_id]
@@ -173,7 +196,11 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         table = self._tables.pop(request.id, None)
         if table is not None:
-            table.release()
+            if self.settings.keep and self.settings.cache and reason is not FinishReason.ERROR:
+                table.truncate(table.written)
+                self._kept.add(request.ids(0, request.written), table)
+            else:
+                table.release()
         self.scheduler.remove(request)
         del self._requests[request.id]
         if not self.settings.cache:

@@ -46,6 +46,7 @@ class Metrics:
     steps: int = 0  # committed steps
     prompt_tokens: int = 0  # tokens of submitted prompts
     generated_tokens: int = 0  # sampled tokens, end tokens included
+    cached_tokens: int = 0  # prompt tokens whose rows were found in the cache
     projections: int = 0  # tokens put through the layers, each time one is
     projections_without_cache: int = 0  # sum, over sampled tokens, of the tokens each was predicted from
     finished: Counter[str] = field(default_factory=Counter)  # ended requests of each finish reason

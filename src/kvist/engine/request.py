@@ -130,6 +130,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     written: int = 0  # what its table says; commit keeps them equal
+    cached_tokens: int = 0  # prompt tokens whose rows were found in the cache and not computed again
     projections: int = 0  # tokens put through the layers for this request, recomputed ones counted each time
     projections_without_cache: int = 0  # sum, over its produced tokens, of the tokens they were predicted from
 

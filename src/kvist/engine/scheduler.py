@@ -121,8 +121,12 @@ class Scheduler:
         for group, blocks in enumerate(self._promises.pop(request.id)):
             self._promised[group] -= blocks
 
-    def plan(self) -> StepPlan:
-        """The next step. Admits from the queue while budget, places and blocks last; nothing else changes."""
+    def plan(self, admit: Callable[[Request], None] = lambda request: None) -> StepPlan:
+        """The next step. Admits from the queue while budget, places and blocks last; nothing else changes.
+
+        ``admit`` is told of each admitted request before its first chunk is cut: it may find that a beginning of it is
+        stored already, and raise ``request.written``.
+        """
         budget = self.settings.max_tokens
         chunks: list[Chunk] = []
         # A request with one token to go holds up nobody; sorting is stable, so each kind stays in order of admission.
@@ -136,6 +140,7 @@ class Scheduler:
                 break
             request = self._waiting.popleft()
             self._promise(request)
+            admit(request)
             admitted.append(request.id)
             budget = self._schedule(request, budget, chunks)
         idle = None if chunks else waiting or "no request is waiting or running"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def growing(figure: Any, result: Result) -> None:
             if row == 1:
                 ax.set_xlabel(f"{column + 1}")
     figure.suptitle("Each token adds one column, and nothing else is touched")
-    figure.supxlabel("tokens in the cache", fontsize=10)
+    figure.supxlabel("tokens in the cache (orange: below zero, violet: above; framed: the new column)", fontsize=10)
 
 
 def memory(figure: Any, result: Result) -> None:
@@ -83,8 +84,8 @@ def memory(figure: Any, result: Result) -> None:
         figure, "cache of one sequence, GB of 2^30 bytes (logarithmic)", "", "What the cache of real models takes"
     )
     ax.grid(False, axis="y")
-    names = [f"{name}\n{tokens:,} tokens" for name, _, tokens, _, _ in result]
-    sizes = [size / 2**30 for _, _, _, size, _ in result]
+    names = [f"{name}\n{tokens:,} tokens, {dtype}" for name, dtype, _, tokens, _, _ in result]
+    sizes = [size / 2**30 for *_, size, _ in result]
     colours = [BLUE, BLUE, RUST, BLUE, RUST, BLUE]
     ax.barh(names, sizes, color=colours, height=0.62)
     for row, (size, shown) in enumerate(zip(sizes, (entry[-1] for entry in result), strict=True)):
@@ -117,32 +118,41 @@ def latent(figure: Any, result: Result) -> None:
 
 
 def compress(figure: Any, result: Result) -> None:
-    """What is lost of rows against the floats kept."""
+    """What is lost of rows against the floats kept. Random directions lose alike of any rows."""
     ax = _axes(
         figure, "floats kept of 128 channels", "lost (norm of the difference / norm)", "What survives compression"
     )
     ranks = [4, 8, 16, 32, 64, 128]
-    styles = {
-        "from a latent of 16, SVD": (BLUE, "-", 2, (-6, -10), "right"),
-        "from a latent of 16, random": (BLUE, "--", 4, (6, 8), "left"),
-        "not from a latent, SVD": (RUST, "-", 3, (-8, -12), "right"),
-        "not from a latent, random": (RUST, "--", 1, (0, 8), "center"),
-    }
-    for name, losses in result.items():
-        colour, dashes, at, offset, align = styles[name]
-        ax.plot(ranks, losses, dashes, marker="o", ms=4, color=colour)
+    labels = (
+        ("not from a latent, random", RUST, "-", "random directions, whatever the rows", 3, (8, 8), "left"),
+        ("from a latent of 16, random", BLUE, (0, (4, 4)), "", 0, (0, 0), "left"),
+        ("not from a latent, SVD", RUST, "-", "best directions, rows\nnot made from a latent", 3, (-12, -22), "right"),
+        (
+            "from a latent of 16, SVD",
+            BLUE,
+            "-",
+            "best directions, rows\nmade from a latent of 16",
+            1,
+            (-2, -50),
+            "right",
+        ),
+    )
+    for name, colour, dashes, text, at, offset, align in labels:
+        losses = result[name]
+        ax.plot(ranks, losses, ls=dashes, marker="o", ms=4, color=colour)
         ax.annotate(
-            name.replace(", SVD", ", best directions").replace(", random", ", random directions"),
+            text,
             (ranks[at], losses[at]),
             xytext=offset,
             textcoords="offset points",
             ha=align,
             va="center",
-            color=colour,
+            color=colour if text[:6] != "random" else GREY,
         )
     ax.set_xscale("log", base=2)
     ax.set_xticks(ranks, [str(rank) for rank in ranks])
-    ax.set_ylim(-0.04, 1.12)
+    ax.set_ylim(-0.06, 1.12)
+    ax.set_xlim(2, 150)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
@@ -158,12 +168,13 @@ def rope(figure: Any, result: Result) -> None:
     for column, colour, text in (
         (2, RUST, "error of scores\nabsorbed once"),
         (1, BLUE, "commutator\n|R W − W R| / |W|"),
-        (3, GREEN, "error of scores\nabsorbed anew at\neach distance"),
+        (3, GREEN, "error of scores absorbed\nanew at each distance"),
     ):
         ax.plot(distances, [row[column] for row in result], marker="o", ms=4, color=colour)
         _label(ax, distances[-1], result[-1][column] + {2: 0.05, 1: -0.08, 3: 0.0}[column], text, colour)
     ax.set_xticks(list(distances), [str(row[0]) for row in result])
-    ax.set_xlim(-0.2, len(result) + 1.4)
+    ax.set_xlim(-0.2, len(result) + 1.9)
+    ax.set_ylim(bottom=-0.15)
 
 
 def ring(figure: Any, result: Result) -> None:
@@ -215,15 +226,13 @@ def work_on_model(figure: Any, result: Result) -> None:
         "without": [n * (n + 1) / 2 - prompt * (prompt - 1) / 2 for n in lengths],
         "with": [float(n) for n in lengths],
     }
-    for way, colour, text in (("without", RUST, "without a cache"), ("with", BLUE, "with one")):
+    for way, colour, text in (("without", RUST, "without\na cache"), ("with", BLUE, "with one")):
         left.plot(lengths, formulas[way], color=colour, lw=1.2)
         left.plot(lengths[::6], result[way]["projections"][::6], "o", ms=4, color=colour)
         milliseconds = [second * 1e3 for second in result[way]["seconds"]]
         right.plot(lengths, milliseconds, color=colour, lw=1.2)
-        middle = sorted(milliseconds[-20:])[10]
-        right.annotate(
-            text, (lengths[-1], middle), xytext=(-4, 14), textcoords="offset points", ha="right", color=colour
-        )
+        middle = sorted(milliseconds[-10:])[5]
+        _label(right, lengths[-1], middle, text, colour)
     left.annotate(
         "without a cache\nn(n + 1)/2",
         (lengths[66], formulas["without"][66]),
@@ -240,8 +249,9 @@ def work_on_model(figure: Any, result: Result) -> None:
     left.yaxis.set_major_formatter("{x:,.0f}")
     right.set_title("time of each step", fontsize=11)
     right.set_ylabel("milliseconds")
-    right.set_yscale("log")
-    right.yaxis.set_major_formatter("{x:g}")
+    right.set_ylim(bottom=0)
+    right.set_xlim(right=lengths[-1] * 1.5)
+    right.set_xticks(range(20, lengths[-1], 20))
     for ax in (left, right):
         ax.set_xlabel("tokens of text, n")
         ax.grid(True, alpha=0.25)
@@ -254,7 +264,7 @@ def roofline_on_model(figure: Any, result: Result) -> None:
     title = f"{result['model']} on {result['kernels']}: speed against depth"
     ax = _axes(figure, "depth, tokens in the cache", "tokens/s, one sequence", title)
     depths = [point[0] for point in result["points"]]
-    limit, speed = [point[2] for point in result["points"]], [point[3] for point in result["points"]]
+    limit, speed = [point[1] for point in result["points"]], [point[2] for point in result["points"]]
     ax.plot(depths, limit, color=GREY, lw=2)
     _label(ax, depths[-1], limit[-1], f"limit: memory\nreads {result['bandwidth'] / 1e9:.0f} GB/s", GREY)
     ax.plot(depths, speed, color=BLUE, lw=2, marker="o")
@@ -267,31 +277,22 @@ def cost_on_model(figure: Any, result: Result) -> None:
     """The parts of a step as stacked areas, cached and recomputed."""
     panels = figure.subplots(1, 2)
     colours = (BLUE, RUST, GREEN, GREY)
+    order = [0, 2, 3, 1]  # attention, which grows, lies on top
     for ax, way, title in zip(
         panels, ("cached", "recomputed"), ("with the cache", "recomputing everything"), strict=True
     ):
         depths = [row[0] for row in result[way]]
-        columns = [[row[1 + part] for row in result[way]] for part in range(len(result["parts"]))]
-        order = [0, 2, 3, 1]  # what grows lies on top
-        ax.stackplot(depths, [columns[i] for i in order], colors=[colours[i] for i in order], alpha=0.85)
-        base = 0.0
-        for i in order:
-            height = columns[i][-1]
-            ax.annotate(
-                result["parts"][i],
-                (depths[-1], base + height / 2),
-                xytext=(-8, 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                color="white",
-                fontsize=10,
-            )
-            base += height
+        columns = [[row[1 + part] for row in result[way]] for part in order]
+        ax.stackplot(depths, columns, colors=[colours[part] for part in order], alpha=0.85)
+        bases = [sum(column[-1] for column in columns[:n]) for n in range(len(columns) + 1)]
+        middles = [(low + high) / 2 for low, high in pairwise(bases)]
+        for part, y in zip(order, _spread(middles, bases[-1] / 18), strict=True):
+            _label(ax, depths[-1], y, result["parts"][part].replace(" and ", "\nand "), colours[part])
         ax.set_title(title, fontsize=11)
         ax.set_xlabel("tokens in the text")
-        ax.set_xlim(depths[0], depths[-1])
+        ax.set_xlim(depths[0], depths[-1] * 1.42)
         ax.set_xticks(depths[2:], [f"{depth:,}" for depth in depths[2:]])
+        ax.set_ylim(bottom=0)
         ax.spines[["top", "right"]].set_visible(False)
         ax.yaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("milliseconds for one token")
@@ -320,6 +321,14 @@ def _axes(figure: Any, x: str, y: str, title: str) -> Any:
 def _label(ax: Any, x: float, y: float, text: str, colour: str) -> None:
     """Text to the right of a line's last point."""
     ax.annotate(text, (x, y), xytext=(8, 0), textcoords="offset points", ha="left", va="center", color=colour)
+
+
+def _spread(places: list[float], gap: float) -> list[float]:
+    """``places``, ascending, moved up where needed to stand at least ``gap`` apart."""
+    apart: list[float] = []
+    for place in places:
+        apart.append(place if not apart else max(place, apart[-1] + gap))
+    return apart
 
 
 def _contexts(ax: Any, contexts: list[int], right: float) -> None:

@@ -93,21 +93,18 @@ class GgufCheckpoint:
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a folder of safetensors files, sharded or not."""
+    """The tensors of a folder of safetensors files, sharded or not.
+
+    A file is mapped for one slice at a time: pages that were read count as this process's memory until it is unmapped.
+    """
 
     def __init__(self, spec: ModelSpec, shards: tuple[Path, ...]) -> None:
-        """Open every shard and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
-        from safetensors import SafetensorError, safe_open
-
+        """Read every header and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
         self.expected = expected_tensors(spec)
-        self.files: dict[str, Any] = {}
+        self.files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in shards:
-            try:
-                handle: Any = safe_open(str(shard), framework="pt")
-            except (SafetensorError, OSError) as error:
-                message = f"{shard}: not a complete safetensors file ({error}): download it again"
-                raise Truncated(message) from error
+            handle = _mapped(shard)
             for name in handle.keys():  # noqa: SIM118  (not a mapping)
                 part = handle.get_slice(name)
                 if part.get_dtype() not in ("F32", "BF16", "F16"):
@@ -115,7 +112,7 @@ class SafetensorsCheckpoint:
                         f"{shard}: tensor {name} has type {part.get_dtype()}: "
                         "float32, bfloat16 and float16 can be loaded"
                     )
-                self.files[name] = handle
+                self.files[name] = shard
                 shapes[name] = tuple(part.get_shape())
         match = match_names(spec, shapes, "hf", shapes)
         match.require(str(shards[0].parent))
@@ -125,15 +122,15 @@ class SafetensorsCheckpoint:
         """A norm or bias as float32 [width]."""
         if name not in self.names:
             return None
-        tensor: Tensor = self.files[self.names[name]].get_tensor(self.names[name])
+        tensor: Tensor = _mapped(self.files[self.names[name]]).get_tensor(self.names[name])
         grouped = self.expected[name].grouped
-        return tensor.float() if grouped is None else tensor.float()[grouped_rows(*grouped)]
+        values = tensor.to(torch.float32, copy=True)
+        return values if grouped is None else values[grouped_rows(*grouped)]
 
     def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
         """Write the matrix slice by slice."""
-        part = self.files[self.names[name]].get_slice(self.names[name])
-        tensor = self.expected[name]
-        rows = tensor.shape[0]
+        tensor, file_name = self.expected[name], self.names[name]
+        shard, rows = self.files[file_name], tensor.shape[0]
         step = max(1, SLICE_BYTES // (weight.k * 2))
         place = None
         if tensor.grouped is not None:  # the inverse: where each of the file's rows goes
@@ -142,12 +139,25 @@ class SafetensorsCheckpoint:
             place[order] = torch.arange(rows) + first
         for start in range(0, rows, step):
             stop = min(rows, start + step)
+            part = _mapped(shard).get_slice(file_name)
             values = part[:, start:stop].T.contiguous() if tensor.transposed else part[start:stop]
             if place is None:
                 weight.fill(first + start, values)
             else:
                 _scatter(weight, values, place[start:stop])
-            yield values.numel() * values.element_size()
+            nbytes = values.numel() * values.element_size()
+            del values, part  # and with them the mapping
+            yield nbytes
+
+
+def _mapped(shard: Path) -> Any:
+    """The file, mapped for as long as the result or a tensor of it is held. Truncated when it is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(shard), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise Truncated(f"{shard}: not a complete safetensors file ({error}): download it again") from error
 
 
 def loaded_bytes(spec: ModelSpec, element_bytes: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvist.kernels.ops import SPLIT
+from kvist.spec.bounded import bounded
 from kvist.spec.model import Attention, ModelSpec
 from kvist.verify.course import Course, Lane, Subject, Tap
 from kvist.verify.report import FirstDifference, LawRow
@@ -113,6 +114,29 @@ def wrong_turns(size: int) -> Drive:
     return drive
 
 
+def shared_beginning(course: Course, tokens: Sequence[int]) -> Lane:
+    """Begins with the blocks of another request, then runs beside it and a third that shares them too."""
+    half = max(1, len(tokens) // 2 // 64) * 64
+    first = course.lane(tokens)
+    course.run(first, half, 96, keep=False)
+    lanes = [course.lane(tokens), course.lane([*tokens[:half], *reversed(tokens[half:])])]
+    for lane in lanes:
+        lane.table.begin_with(first.table, first.table.shareable(half))
+    lane, other = lanes
+    step = 1
+    while lane.table.written < len(tokens):
+        n = min(step, len(tokens) - lane.table.written)
+        course.feed([(other, n), (first, n), (lane, n)])
+        step = 1 if step == 3 else step + 1
+    return lane
+
+
+def shared_blocks(course: Course, lane: Lane) -> str | None:
+    """A beginning that was not computed for this request."""
+    missing = min(lane.digests, default=0)
+    return None if missing >= 64 else "no block was shared"
+
+
 def crossed_splits(course: Course, lane: Lane) -> str | None:
     """Several splits of keys, and several steps."""
     if lane.table.length and lane.table.length <= 2 * SPLIT:
@@ -159,14 +183,17 @@ def paths(spec: ModelSpec, length: int, *, full: bool) -> Iterator[Path]:
         yield Path(one, f"blocks of {size}", in_chunks(100), crossed_splits, {"block_size": size})
     for threads in (1, 2, 3):
         yield Path(one, f"{threads} thread{'s' * (threads > 1)}", in_chunks(90), crossed_splits, {"threads": threads})
+    yield Path(one, "shared beginning", shared_beginning, shared_blocks, {"lanes": 3})
     yield Path(one, "truncate and continue", wrong_turns(45), crossed_splits)
-    windows = {layer.attention.window for layer in spec.layers if isinstance(layer.attention, Attention)} - {None}
-    if windows:
+    attentions = [layer.attention for layer in spec.layers if isinstance(layer.attention, Attention)]
+    if any(attention.window is not None and not attention.sinks for attention in attentions):
         small = {"block_size": 16, "step_tokens": 64}
         yield Path(one, "past the window", in_chunks(50), gave_back, small)
     window = length // 3
     small = {"block_size": 16, "step_tokens": 64, "ring_chunk": 64}
     yield Path("ring = its mask", f"ring of {window} rows", in_chunks(48), gave_back, small, windowed(window))
+    behind = f"ring of {window} rows behind 20 sinks"
+    yield Path("ring = its mask", behind, in_chunks(48), gave_back, small, lambda spec: bounded(spec, window, 20))
 
 
 class Laws:

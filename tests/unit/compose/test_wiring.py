@@ -87,6 +87,7 @@ def ids(llm: LLM, prompts: list[str], count: int = 24) -> list[tuple[int, ...]]:
     sampling = Sampling(temperature=0.5, seed=9, max_tokens=count, ignore_eos=True)
     found = [done.ids for done in llm.generate(prompts, sampling)]
     check(llm.engine.groups, llm.engine.pools, llm.engine.tables)
+    llm.engine.forget()
     assert [pool.num_used for pool in llm.engine.pools] == [0] * len(llm.engine.pools)
     return found
 
