@@ -45,7 +45,7 @@ MACHINE_PATHS = re.compile(
     "|".join([r"\.\./" + "shared", "/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "/tmp/" + r"\w"])
 )
 
-ENVIRONMENT = {"KVIST_KERNELS", "XDG_CACHE_HOME"}
+ENVIRONMENT = {"KVIST_KERNELS", "OLLAMA_MODELS", "XDG_CACHE_HOME"}
 FLAGS: dict[str, set[str]] = {
     "run": {
         *("--max-tokens", "-n", "--ctx-size", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),

@@ -108,8 +108,10 @@ def test_the_judge_knows_the_family(models: Models, kind: str) -> None:
     _, checkpoint, _ = open_model(resolve(str(models.folder(kind))))
     weights = load_weights(decoder.spec, checkpoint, decoder.backend, FLOAT32)
     subject = Subject(kind, decoder.spec, weights, FLOAT32, lambda count: decoder.backend)
-    found = judge_logits(decoder.spec, held_weights(subject), tokens())
-    assert_close(found, models.right(kind, tokens()), LOGITS, kind, largest_row_error)
+    # Past the first split and range, but not far: float32 angles drift from exact ones with the position.
+    ids = tokens(150)
+    found = judge_logits(decoder.spec, held_weights(subject), ids)
+    assert_close(found, models.right(kind, ids), LOGITS, kind, largest_row_error)
 
 
 def test_longrope_is_fixed_by_the_context(models: Models) -> None:

@@ -14,7 +14,7 @@ from kvist.spec.cache_from_gguf import gguf_cache_spec
 from kvist.spec.cache_spec import cache_spec
 from kvist.spec.from_config import model_spec, read_config
 from kvist.spec.from_gguf import gguf_model
-from kvist.spec.gguf_file import read_gguf
+from kvist.spec.gguf_split import read_model_file
 from kvist.spec.kept import CacheSpec
 from kvist.spec.names import ExpectedTensor, expected_tensors
 from kvist.spec.source import ALIASES, resolve
@@ -96,7 +96,7 @@ def _count(tensors: Mapping[str, ExpectedTensor]) -> tuple[int, int]:
 
 
 def _from_gguf(path: Path) -> CacheSpec:
-    file = read_gguf(path)
+    file = read_model_file(path)
     spec = gguf_cache_spec(file)
     shapes = [tensor.shape for tensor in file.tensors.values()]
     count, vectors = sum(map(math.prod, shapes)), sum(shape[0] for shape in shapes if len(shape) == 1)

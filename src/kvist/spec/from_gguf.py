@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvist.base.errors import BadValue, SpecError, UnknownArchitecture
+from kvist.base.errors import BadValue, UnknownArchitecture
 from kvist.spec.config_layers import check_groups
 from kvist.spec.config_rope import long_stretch
 from kvist.spec.families import BY_GGUF, DecoderFacts, Family, runnable_names
-from kvist.spec.gguf_file import GgufFile, read_gguf
+from kvist.spec.gguf_file import GgufFile
+from kvist.spec.gguf_split import read_model_file
 from kvist.spec.model import (
     Attention,
     FeedForward,
@@ -46,16 +47,12 @@ class GgufModel:
 
 def gguf_model(source: GgufFile | str | Path) -> GgufModel:
     """Header and runnable spec of the GGUF file ``source``. Errors as in ``read_gguf`` and ``model_spec``."""
-    file = source if isinstance(source, GgufFile) else read_gguf(source)
+    file = source if isinstance(source, GgufFile) else read_model_file(source)
     architecture = file.metadata.get("general.architecture")
     family = BY_GGUF.get(architecture) if isinstance(architecture, str) else None
     if family is None or family.decoder is None:
         state = "unknown" if family is None else "not runnable yet:"
         raise UnknownArchitecture(f"{file.path}: {state} architecture {architecture!r}; runnable: {runnable_names()}")
-    if file.metadata.get("split.count", 1) != 1:
-        raise SpecError(
-            f"{file.path}: one of {file.metadata['split.count']} parts; join them with llama-gguf-split --merge"
-        )
     prefix = f"{architecture}."
     data = {key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)}
     spec = _spec(family, family.decoder, Fields(data, f"{file.path}: {architecture}"), file)
