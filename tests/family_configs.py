@@ -54,6 +54,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
     ),
+    "gemma2 by width": lambda: hf.Gemma2Config(**WIDE, sliding_window=40, query_pre_attn_scalar=16),
     "gemma2 uncapped": lambda: hf.Gemma2Config(
         **WIDE, sliding_window=17, attn_logit_softcapping=None, final_logit_softcapping=None
     ),

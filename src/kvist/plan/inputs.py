@@ -17,7 +17,7 @@ from kvist.spec.from_gguf import gguf_model
 from kvist.spec.gguf_split import read_model_file
 from kvist.spec.kept import CacheSpec
 from kvist.spec.names import ExpectedTensor, expected_tensors
-from kvist.spec.source import ALIASES, resolve
+from kvist.spec.source import ALIASES, expanded, resolve
 
 _HUB = re.compile(r"^[\w.-]+/[\w.-]+$")
 Model = str | Path | Mapping[str, Any] | CacheSpec
@@ -32,7 +32,7 @@ def load_spec(model: Model, assume_standard: bool = False) -> tuple[str, CacheSp
     text = str(model)
     if text in ALIASES and not Path(text).exists():
         return text, _from_gguf(resolve(text).path)
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.is_dir():
         if not (path / "config.json").is_file():
             files = sorted(path.glob("*.gguf"))

@@ -118,7 +118,7 @@ def resolve(model: str) -> ModelSource:
         return ModelSource("gguf", path, path.stem, alias.name)
     if model.startswith(OLLAMA):
         return ModelSource("gguf", ollama_file(model[len(OLLAMA) :]), model[len(OLLAMA) :])
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir():
         return _folder(path)
     if path.is_file():
@@ -131,6 +131,14 @@ def resolve(model: str) -> ModelSource:
         f"no such model: {model!r} is neither a file or folder, nor a hub id (owner/name), nor ollama:NAME, nor one of "
         f"the aliases {', '.join(ALIASES)}"
     )
+
+
+def expanded(model: str) -> Path:
+    """``model`` as a path, ~ resolved where it means somebody."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~ and a name that nobody has
+        return Path(model)
 
 
 def _folder(path: Path) -> ModelSource:

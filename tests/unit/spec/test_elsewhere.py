@@ -87,7 +87,7 @@ def test_what_the_hub_refuses_is_explained(hub: Path, monkeypatch: pytest.Monkey
 
 def test_names_that_are_no_hub_ids() -> None:
     for name in ("no_such_model_at_all", "a/b/c", "../x", "/etc/passwd", "a/b@", "~x/y"):
-        with pytest.raises(UsageError, match="no such model|is neither a"):
+        with pytest.raises(UsageError, match=r"no such model|is neither a"):
             resolve(name)
 
 
