@@ -101,6 +101,17 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "falcon in turn": lambda: hf.FalconConfig(**FALCON, parallel_attn=False, bias=True, bos_token_id=1, eos_token_id=2),
 }
+# What no GGUF file says (a query scalar, which layers do not rotate), or what llama.cpp has no name for.
+ABSENT = (
+    "gemma2",
+    "qwen2 windows",
+    "smollm3 list",
+    "gemma2 uncapped",
+    "starcoder2 window",
+    "phi3 window",
+    "falcon in turn",
+)
+IN_GGUF = [kind for kind in CONFIGS if kind not in ABSENT]
 _CENTRED_ON_ZERO = ("gemma",)  # families whose norms store w - 1
 
 

@@ -1,4 +1,4 @@
-"""--kv-window and --kv-sinks: bounded memory, defined by its mask, held against the float64 judge and against itself."""
+"""--kv-window and --kv-sinks: bounded memory, defined by its mask, held against the float64 judge and itself."""
 
 from __future__ import annotations
 

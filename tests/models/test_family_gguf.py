@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gguf_files
-from family_configs import CONFIGS, random_model
+from family_configs import CONFIGS, IN_GGUF, random_model
 from kvist.base.dtypes import FLOAT32
 from kvist.kernels.native import NativeBackend
 from kvist.model.checkpoint import GgufCheckpoint
@@ -19,20 +19,9 @@ from kvist.verify.compare import LOGITS, assert_close, largest_row_error
 from kvist.verify.course import Course, Subject
 
 LENGTH = 200
-# What no GGUF file says (a query scalar, which layers do not rotate), or what llama.cpp has no name for.
-ABSENT = (
-    "gemma2",
-    "qwen2 windows",
-    "smollm3 list",
-    "gemma2 uncapped",
-    "starcoder2 window",
-    "phi3 window",
-    "falcon in turn",
-)
-KINDS = [kind for kind in CONFIGS if kind not in ABSENT]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_GGUF)
 def test_logits_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     model = random_model(CONFIGS[kind]())
     found = gguf_model(gguf_files.save(model, tmp_path / "model.gguf"))
