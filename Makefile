@@ -3,6 +3,7 @@
 # make test-full   every kernel variant and the whole matrix
 # make check       ruff, format, mypy, the house, native kernels
 # make bench       measurements, printed as JSON
+# make sanitize    the native kernels under address, undefined-behaviour and thread sanitizers
 # make clean       remove what was built, .venv included
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: again help run test test-full check bench clean setup native
+.PHONY: again help run test test-full check bench sanitize clean setup native
 .DELETE_ON_ERROR:
 
 help:
@@ -46,9 +47,20 @@ check: setup
 	@$(BIN)/python -m pytest -q tests/test_house.py
 	@$(BIN)/python tools/check_native.py
 
+# PEERS="--llama-cpp PYTHON --openvino PYTHON --transformers PYTHON" compares with other engines too: see docs/bench.md.
+PEERS ?=
+RESULTS := build/bench
+
 bench: setup $(STAMPS)/smollm2 $(STAMPS)/gemma3
-	@set -e; found=; for script in bench/*.py; do [ -e "$$script" ] || continue; found=1; $(BIN)/python "$$script"; done; \
-	[ -n "$$found" ] || echo "bench: nothing to measure yet"
+	@mkdir -p $(RESULTS)
+	@for model in smollm2 gemma3; do $(BIN)/kvist bench $$model --json > $(RESULTS)/$$model.json || exit 1; cat $(RESULTS)/$$model.json; done
+	@$(BIN)/python bench/kernels.py --json > $(RESULTS)/kernels.json && cat $(RESULTS)/kernels.json
+	@$(BIN)/python bench/startup.py
+	@[ -z "$(PEERS)" ] || $(BIN)/python bench/peers/compare.py smollm2 $(PEERS) --json $(RESULTS)/peers.json
+
+# Address, undefined-behaviour and thread sanitizers over every native operation; each must find a planted fault first.
+sanitize: $(STAMPS)/venv
+	@$(BIN)/python tools/sanitize.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
@@ -82,7 +94,7 @@ $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/torch
 # A build tree without build.ninja is one whose configuration failed; its cache would remember that compiler.
 $(STAMPS)/package: $(NATIVE_SOURCES) $(STAMPS)/dev
 	@echo "kvist: building the native kernels and installing kvist"
-	@for tree in build/*/; do [ -e "$$tree/build.ninja" ] || rm -rf "$$tree"; done
+	@for tree in build/*/; do [ ! -e "$$tree/CMakeCache.txt" ] || [ -e "$$tree/build.ninja" ] || rm -rf "$$tree"; done
 	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --no-deps --editable .
 	@$(BIN)/python tools/check_native.py --report
 	@if $(BIN)/python -c 'import torch, kvist._native' 2>/dev/null; then rm -f $(REFERENCE_ONLY); else touch $(REFERENCE_ONLY); fi

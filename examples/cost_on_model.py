@@ -20,7 +20,7 @@ for depth in depths:
         for part, seconds in timer.feed(min(128, depth - timer.length)).items():
             whole[part] += seconds
     steps = []
-    for _ in range(7):
+    for _ in range(15):
         steps.append(timer.feed())
         logits = timer.logits
         timer.back(1)

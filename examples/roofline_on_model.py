@@ -33,7 +33,6 @@ for depth, speed in zip(depths, speeds, strict=True):
     result["points"].append([depth, limits[depth], speed])
     print(f"{depth:7,}   {limits[depth]:16.1f}   {speed:8.1f}")
 
-checks = {
-    "a token takes as many bytes of the pool as planned": llm.setup.bytes_per_token == plan.growing_bytes_per_token
-}
+planned = plan.growing_bytes_per_token + plan.windowed_bytes_per_token
+checks = {"a token takes as many bytes of the pool as planned": llm.setup.bytes_per_token == planned}
 assert all(checks.values()), checks

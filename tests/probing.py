@@ -20,6 +20,7 @@ class Probe:
         decoder = llm.engine._runner.decoder
         assert isinstance(decoder, Decoder)
         assert llm.engine.idle
+        llm.engine.forget()  # what finished requests left stands on blocks that are wanted here
         self.decoder = decoder
         self.tokens = list(tokens)
         self.table = Table(llm.engine.groups, llm.engine.pools)

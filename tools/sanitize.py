@@ -46,12 +46,10 @@ def variants() -> dict[str, list[str]]:
 
 
 def compile_all(compiler: list[str], name: str, flags: tuple[str, ...]) -> Path:
-    """The driver of one sanitizer; objects are rebuilt when a source is newer."""
+    """The driver of one sanitizer; an object is rebuilt when what it is made of is newer."""
     folder = OUT / name
     folder.mkdir(parents=True, exist_ok=True)
-    newest = max(
-        path.stat().st_mtime for path in [*ROOT.glob("csrc/*"), *ROOT.glob("tests/native/*.cpp"), Path(__file__)]
-    )
+    common = [*ROOT.glob("csrc/*.h"), ROOT / "CMakeLists.txt", Path(__file__)]
     known = variants()
     have = [f"-DKVIST_HAVE_{variant.upper()}=1" for variant in known]
     sources = [("program", "csrc/program.cpp", have), ("exercise", "tests/native/exercise.cpp", have)]
@@ -61,6 +59,7 @@ def compile_all(compiler: list[str], name: str, flags: tuple[str, ...]) -> Path:
 
     def build(source: tuple[str, str, list[str]]) -> Path:
         target = folder / f"{source[0]}.o"
+        newest = max(path.stat().st_mtime for path in [*common, ROOT / source[1]])
         if not target.exists() or target.stat().st_mtime < newest:
             command = [*compiler, *PLAIN, *flags, *source[2], "-c", source[1], "-o", str(target)]
             subprocess.run(command, cwd=ROOT, check=True)

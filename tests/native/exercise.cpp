@@ -4,7 +4,8 @@
 //
 // MODE `program` runs lists of operations by Program::run, whose team is OpenMP's. MODE `team` runs them by threads of
 // the standard library: libgomp is not built with ThreadSanitizer, which therefore cannot see that its barriers order
-// anything and reports races that are none. What is under test, the kernels and Team::barrier, is the same in both.
+// anything and reports races that are none. What is under test, the kernels and how a team shares
+// out its work, is the same in both.
 //
 // Each buffer has exactly the bytes that the contract names, so that one element too many is seen. Results of 1 and 3
 // threads must have the same bits. PLANT is a deliberate fault that a sanitizer must find: short, race, crooked.
@@ -62,14 +63,14 @@ static void run_team(const Kernels& kernels, const std::vector<Op>& ops, const S
   Scratch common;
   uint8_t* memory = common.at(need);
   std::vector<Scratch> own{size_t(threads)};
-  Shared shared;
+  std::vector<Phase> phases(ops.size() * PHASES);
   std::vector<std::thread> members;
   for (int rank = 0; rank < threads; ++rank)
     members.emplace_back([&, rank] {
-      Team team{&shared, rank, threads, &own[plant == "race" ? 0 : size_t(rank)], memory};
-      for (const Op& op : ops) {
-        kernels.exec(op, step, team);
-        team.barrier();
+      Team team{phases.data(), &own[plant == "race" ? 0 : size_t(rank)], memory};
+      for (size_t i = 0; i < ops.size(); ++i) {
+        team.phase = &phases[i * PHASES];
+        kernels.exec(ops[i], step, team);
       }
     });
   for (std::thread& member : members) member.join();

@@ -115,7 +115,7 @@ def render(finding: Finding) -> str:
     """Title, what was printed, what it means, and each check with its verdict."""
     lines = [f"{finding.script.title}", ""]
     lines += [f"  {line}".rstrip() for line in finding.output.splitlines()]
-    lines += ["", *textwrap.wrap(finding.script.explanation, WIDTH), ""]
+    lines += ["", *textwrap.wrap(finding.script.explanation, WIDTH, break_on_hyphens=False), ""]
     lines += [f"{'passed' if held else 'FAILED'}: {sentence}" for sentence, held in finding.checks.items()]
     return "\n".join(lines)
 

@@ -61,6 +61,7 @@ class Totals:
 
     text: str
     prompt_tokens: int
+    cached_tokens: int
     generated_tokens: int
     prefill_tok_s: float | None
     decode_tok_s: float | None
@@ -80,8 +81,9 @@ def totals(completions: Sequence[Completion]) -> Totals:
     return Totals(
         text="".join(c.text for c in completions),
         prompt_tokens=sum(c.prompt_tokens for c in completions),
+        cached_tokens=sum(c.cached_tokens for c in completions),
         generated_tokens=sum(c.generated_tokens for c in completions),
-        prefill_tok_s=sum(c.prompt_tokens for c in prefilled) / prefill_s if prefill_s else None,
+        prefill_tok_s=sum(c.prompt_tokens - c.cached_tokens for c in prefilled) / prefill_s if prefill_s else None,
         decode_tok_s=sum(c.generated_tokens - 1 for c in decoded) / decode_s if decode_s else None,
         ttft_s=sum(waits) / len(waits) if waits else None,
         with_cache=sum(c.projections for c in completions),
@@ -122,13 +124,14 @@ def as_lines(run: Totals, cache: CacheFacts) -> list[str]:
     times = run.without_cache / run.with_cache if run.with_cache else 1.0
     ratio = f" ({times:.1f} times as many)" if times > 1 else ""
     ending = {"length": ", cut off at the limit", "abort": ", interrupted"}.get(run.ending or "", "")
+    found = f" ({run.cached_tokens:,} of them in the cache)" if run.cached_tokens else ""
     bounds = []
     if cache.window is not None:
         rows = f"{run.tokens_seen:,} tokens seen, {cache.rows_kept(run.tokens_seen):,} rows kept"
         first = f"the first {cache.sinks} and " if cache.sinks else ""
         bounds = [f"window       {rows}: {first}the newest {cache.window:,}; another function than full attention"]
     return [
-        f"prompt       {run.prompt_tokens:,} tokens{_rate(run.prefill_tok_s)}{wait}",
+        f"prompt       {run.prompt_tokens:,} tokens{found}{_rate(run.prefill_tok_s)}{wait}",
         f"generated    {run.generated_tokens:,} tokens{_rate(run.decode_tok_s)}{ending}",
         f"cache        {cache.bytes_per_token:,} bytes per token, {held}",
         f"             {cache.dtype}, keys and values of {cache.shape}",

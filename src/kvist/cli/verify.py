@@ -44,15 +44,19 @@ def command(
         if talk:
             print(f"\r\x1b[K{text} ...", end="", file=sys.stderr, flush=True)
 
+    titled = False
+
     def found(row: LawRow) -> None:
+        nonlocal titled
         if as_json:
             return
         if talk:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if not titled:  # with the first row: an error before it is one line
+            titled = True
+            print(f"{'law':<22}{'path':<26}{'kernels':<12}{'weights':<10}{'positions':>9}  bits")
         print(line(row), flush=True)
 
-    if not as_json:
-        print(f"{'law':<22}{'path':<26}{'kernels':<12}{'weights':<10}{'positions':>9}  bits")
     report = verify(model, effort, dtype=dtype, announce=announce, found=found)
     if talk:
         print("\r\x1b[K", end="", file=sys.stderr)

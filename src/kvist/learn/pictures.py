@@ -226,13 +226,13 @@ def work_on_model(figure: Any, result: Result) -> None:
         "without": [n * (n + 1) / 2 - prompt * (prompt - 1) / 2 for n in lengths],
         "with": [float(n) for n in lengths],
     }
+    ends: list[tuple[float, str, str]] = []
     for way, colour, text in (("without", RUST, "without\na cache"), ("with", BLUE, "with one")):
         left.plot(lengths, formulas[way], color=colour, lw=1.2)
         left.plot(lengths[::6], result[way]["projections"][::6], "o", ms=4, color=colour)
         milliseconds = [second * 1e3 for second in result[way]["seconds"]]
         right.plot(lengths, milliseconds, color=colour, lw=1.2)
-        middle = sorted(milliseconds[-10:])[5]
-        _label(right, lengths[-1], middle, text, colour)
+        ends.append((sorted(milliseconds[-10:])[5], text, colour))
     left.annotate(
         "without a cache\nn(n + 1)/2",
         (lengths[66], formulas["without"][66]),
@@ -250,6 +250,7 @@ def work_on_model(figure: Any, result: Result) -> None:
     right.set_title("time of each step", fontsize=11)
     right.set_ylabel("milliseconds")
     right.set_ylim(bottom=0)
+    _label_ends(right, lengths[-1], ends)
     right.set_xlim(right=lengths[-1] * 1.5)
     right.set_xticks(range(20, lengths[-1], 20))
     for ax in (left, right):
@@ -266,11 +267,11 @@ def roofline_on_model(figure: Any, result: Result) -> None:
     depths = [point[0] for point in result["points"]]
     limit, speed = [point[1] for point in result["points"]], [point[2] for point in result["points"]]
     ax.plot(depths, limit, color=GREY, lw=2)
-    _label(ax, depths[-1], limit[-1], f"limit: memory\nreads {result['bandwidth'] / 1e9:.0f} GB/s", GREY)
     ax.plot(depths, speed, color=BLUE, lw=2, marker="o")
-    _label(ax, depths[-1], speed[-1], "measured", BLUE)
     _contexts(ax, depths, right=2.2)
     ax.set_ylim(0, max(limit + speed) * 1.08)
+    bound = f"limit: memory\nreads {result['bandwidth'] / 1e9:.0f} GB/s"
+    _label_ends(ax, depths[-1], [(limit[-1], bound, GREY), (speed[-1], "measured", BLUE)])
 
 
 def cost_on_model(figure: Any, result: Result) -> None:
@@ -286,15 +287,15 @@ def cost_on_model(figure: Any, result: Result) -> None:
         ax.stackplot(depths, columns, colors=[colours[part] for part in order], alpha=0.85)
         bases = [sum(column[-1] for column in columns[:n]) for n in range(len(columns) + 1)]
         middles = [(low + high) / 2 for low, high in pairwise(bases)]
-        for part, y in zip(order, _spread(middles, bases[-1] / 18), strict=True):
-            _label(ax, depths[-1], y, result["parts"][part].replace(" and ", "\nand "), colours[part])
         ax.set_title(title, fontsize=11)
         ax.set_xlabel("tokens in the text")
         ax.set_xlim(depths[0], depths[-1] * 1.42)
         ax.set_xticks(depths[2:], [f"{depth:,}" for depth in depths[2:]])
         ax.set_ylim(bottom=0)
+        texts = [result["parts"][part].replace(" and ", "\nand ") for part in order]
+        _label_ends(ax, depths[-1], list(zip(middles, texts, (colours[part] for part in order), strict=True)))
         ax.spines[["top", "right"]].set_visible(False)
-        ax.yaxis.set_major_formatter("{x:,.0f}")
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 100 else f"{value:g}")
     panels[0].set_ylabel("milliseconds for one token")
     figure.suptitle(f"{result['model']}: what one more token costs")
 
@@ -323,12 +324,12 @@ def _label(ax: Any, x: float, y: float, text: str, colour: str) -> None:
     ax.annotate(text, (x, y), xytext=(8, 0), textcoords="offset points", ha="left", va="center", color=colour)
 
 
-def _spread(places: list[float], gap: float) -> list[float]:
-    """``places``, ascending, moved up where needed to stand at least ``gap`` apart."""
-    apart: list[float] = []
-    for place in places:
-        apart.append(place if not apart else max(place, apart[-1] + gap))
-    return apart
+def _label_ends(ax: Any, x: float, ends: list[tuple[float, str, str]]) -> None:
+    """Texts at (y, text, colour) right of ``x``, moved up where two would stand closer than their height."""
+    gap, last = ax.get_ylim()[1] / 10, float("-inf")
+    for y, text, colour in sorted(ends, key=lambda end: end[0]):
+        last = max(y, last + gap)
+        _label(ax, x, last, text, colour)
 
 
 def _contexts(ax: Any, contexts: list[int], right: float) -> None:

@@ -32,7 +32,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is measured, and how often. ``tokens``: of one window of decoding; ``seqs``: requests of a batch."""
+    """What is measured, and how often. ``tokens`` are those of one window, ``seqs`` the requests of a batch."""
 
     prefills: tuple[int, ...] = (512, 4096)
     depths: tuple[int, ...] = (0, 1024, 4096, 7900)
@@ -40,11 +40,12 @@ class Effort:
     seq_depth: int = 1024
     tokens: int = 32
     repeats: int = 5
+    starts: int = 3
     matrix: bool = True  # attention alone: every type and shape, not only the model's own
 
 
 WHOLE = Effort()
-QUICK = Effort(prefills=(512,), depths=(0, 1024), tokens=16, repeats=3, matrix=False)
+QUICK = Effort(prefills=(512,), depths=(0, 1024), tokens=16, repeats=3, starts=1, matrix=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class _Bench:
         reading = _best(reading, read_bandwidth(backend, counts, self.clock, self.effort.repeats))
         bandwidth = limit_of(tuple(reading)) * 1e9
         self.announce("start-up")
-        startup = measure_startup(self.model, self.clock, self.effort.repeats)
+        startup = measure_startup(self.model, self.clock, self.effort.starts)
 
         def step_limit(requests: int, shared: int = 0) -> Callable[[float], float]:
             return lambda depth: requests * bandwidth / work.step_bytes([depth] * requests, shared)

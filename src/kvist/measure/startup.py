@@ -55,11 +55,10 @@ def measure_startup(model: str, clock: Clock, repeats: int) -> Startup:
 
 def _child(model: str) -> None:
     marks = {"python": time.monotonic()}
-    import kvist
-    import kvist.compose
+    from kvist.compose import load
 
     marks["import"] = time.monotonic()
-    llm = kvist.compose.load(model)
+    llm = load(model)
     marks["load"] = time.monotonic()
     next(llm.stream("The capital of France is", max_tokens=4), None)
     marks["first_token"] = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -55,14 +55,19 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices, a tied one counted once."""
-        parts: dict[int, Weight] = {id(self.embed): self.embed, id(self.head): self.head}
-        if self.positions is not None:
-            parts[id(self.positions)] = self.positions
+        """Bytes of all matrices, norms and biases, each object counted once."""
+        held: list[Weight | NormWeight | Tensor | None] = [self.embed, self.head, self.positions, self.final_norm]
         for layer in self.layers:
-            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                parts[id(weight)] = weight
-        return sum(weight.nbytes for weight in parts.values())
+            held += [getattr(layer, field.name) for field in fields(layer)]
+        return sum(_bytes(part) for part in {id(part): part for part in held}.values())
+
+
+def _bytes(part: Weight | NormWeight | Tensor | None) -> int:
+    if part is None:
+        return 0
+    if isinstance(part, NormWeight):
+        return _bytes(part.weight) + _bytes(part.bias)
+    return part.numel() * part.element_size() if isinstance(part, Tensor) else part.nbytes
 
 
 def require_memory(spec: ModelSpec, dtype: DType, name: str) -> None:

@@ -20,6 +20,7 @@ def completion(**changes: object) -> Completion:
         "finish_reason": "stop",
         "error": None,
         "prompt_tokens": 10,
+        "cached_tokens": 0,
         "seed": 0,
         "projections": 12,
         "projections_without_cache": 33,
@@ -60,6 +61,12 @@ def test_lines() -> None:
     assert "512 bytes per token, 1.0 MiB for a context of 2,048 tokens" in text
     assert "bfloat16, keys and values of 2 layers x 1 kv head x 64" in text
     assert "12 tokens through the layers; 33 without a cache (2.8 times as many)" in text
+
+
+def test_tokens_found_in_the_cache_are_not_counted_as_computed() -> None:
+    run = totals([completion(cached_tokens=8)])
+    assert run.prefill_tok_s == 5.0
+    assert "10 tokens (8 of them in the cache), 5.0 tokens/s" in as_lines(run, CACHE)[0]
 
 
 def test_lines_when_nothing_came() -> None:

@@ -17,6 +17,7 @@ from kvist.base.errors import KvistError, UsageError
 from kvist.cli.main import run
 from kvist.learn import run as running
 from kvist.learn import topics
+from kvist.learn.pictures import PICTURES
 from kvist.learn.run import run_script
 from kvist.learn.topics import TOPICS, find_topic, read_script, script_of
 
@@ -186,3 +187,28 @@ def test_unknown_topic() -> None:
     with pytest.raises(UsageError, match=r"no topic 'warp': there are work, .*cost"):
         find_topic("warp")
     assert find_topic("six_tokens") is find_topic("six-tokens")
+
+
+# The page's blocks of Python are run by tests/test_docs.py; its commands are run here.
+PAGE = (EXAMPLES.parent / "docs" / "learn.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+COMMANDS = sorted({line for language, block in BLOCKS if not language for line in block.splitlines()})
+
+
+def test_the_page_shows_every_topic_and_picture() -> None:
+    assert {line.split()[2] for line in COMMANDS if len(line.split()) > 2} == {topic.name for topic in TOPICS} | {
+        "--all"
+    }
+    shown = set(re.findall(r"\(pictures/(\w+)\.png\)", PAGE))
+    assert shown == set(PICTURES) == {path.stem for path in (EXAMPLES.parent / "docs" / "pictures").glob("*.png")}
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line != "kvist learn --all"])  # that one is `everything`
+def test_commands_of_the_page(
+    line: str, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = line.split()
+    assert program == "kvist"
+    assert run([str(small_model) if word == "smollm2" else word for word in arguments]) == 0
+    assert capsys.readouterr().out
