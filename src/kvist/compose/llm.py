@@ -36,6 +36,8 @@ class Setup:
     weight_bytes: int
     cache_bytes: int
     bytes_per_token: int  # of the cache, while no window is full
+    kv_window: int | None = None  # bounded memory: the newest keys that a query sees,
+    kv_sinks: int = 0  # and the first
 
 
 @dataclass(frozen=True, slots=True)

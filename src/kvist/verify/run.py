@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType, parse_dtype
 from kvist.base.errors import VerifyError
-from kvist.compose import open_model
+from kvist.compose import default_context, open_model
 from kvist.kernels.dispatch import VARIABLE, choose
 from kvist.kernels.fingerprint import fingerprint
 from kvist.kernels.native import NativeBackend, variants
 from kvist.kernels.ops import Backend
 from kvist.model.weights import load_weights, require_memory
 from kvist.spec.model import Attention, ModelSpec
+from kvist.spec.rope import fix_context
 from kvist.spec.source import resolve
 from kvist.text.tokenizer import Tokenizer
 from kvist.verify.course import Course, Subject
@@ -84,6 +85,7 @@ def load_subject(model: str, variant: str, dtype: DType, kv_dtype: DType | None 
     """A model's weights on one kernel variant, and its tokenizer."""
     source = resolve(model)
     spec, checkpoint, tokenizer = open_model(source)
+    spec = fix_context(spec, default_context(spec))
     require_memory(spec, dtype, source.name)
     weights = load_weights(spec, checkpoint, NativeBackend(variant), dtype)
 

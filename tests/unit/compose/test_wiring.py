@@ -67,7 +67,7 @@ def save(folder: Path, config: dict[str, Any]) -> Path:
             scale = 3 / tensor.shape[-1] ** 0.5 if len(tensor.shape) > 1 else 0.3
             if name == "embed":
                 scale /= 5  # tied: a large one would only ever repeat the last token
-            tensors[tensor.hf] = torch.randn(tensor.shape, generator=draw) * scale
+            tensors[tensor.name] = torch.randn(tensor.shape, generator=draw) * scale
     save_file(tensors, str(folder / "model.safetensors"))
     return folder
 
