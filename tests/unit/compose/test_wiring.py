@@ -188,7 +188,7 @@ def test_a_small_context_still_serves_many(llama: Path) -> None:
 
 @pytest.mark.parametrize("prompts", [None, 5, b"abc", [None], [b"abc"], [["a"]], [5]])
 def test_what_is_no_prompt_is_refused_by_name(llama: Path, prompts: object) -> None:
-    with pytest.raises(UsageError, match="give a text|a prompt is a text or a list of token ids"):
+    with pytest.raises(UsageError, match=r"give a text|a prompt is a text or a list of token ids"):
         load(llama).generate(prompts)  # type: ignore[call-overload]
 
 
