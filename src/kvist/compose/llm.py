@@ -193,6 +193,8 @@ class LLM:
         chosen = _sampling(sampling, settings)
         if isinstance(prompts, str):
             return self._complete([self._ids(prompts)], chosen, continuation=True)[0]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise UsageError(f"prompts is {prompts!r}: give a text, or a list of texts"[:200])
         return self._complete([self._ids(prompt) for prompt in prompts], chosen, continuation=True)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, **settings: Any) -> Stream:
@@ -230,7 +232,11 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         if prompt == "":
             raise UsageError("the prompt is empty: give at least one character to continue from")
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple) or not all(isinstance(token, int) for token in prompt):
+            raise UsageError(f"a prompt is a text or a list of token ids, not {prompt!r}"[:200])
+        return list(prompt)
 
     def _complete(self, prompts: Iterable[list[int]], sampling: Sampling, *, continuation: bool) -> list[Completion]:
         feeds: list[_Feed] = []

@@ -138,10 +138,9 @@ def _context(spec: ModelSpec, ctx_size: int | None, bounded: bool) -> int:
         return default_context(spec)
     # In bounded memory a text may outgrow the model's range: how well it then reads is the user's to judge. Learned
     # positions end where they end.
-    if bounded and spec.learned_positions is None and 1 <= ctx_size <= MOST_POSITIONS:
-        return ctx_size
-    if not 1 <= ctx_size <= spec.max_position:
-        raise UsageError(f"ctx_size is {ctx_size}, but this model was made for 1 to {spec.max_position} positions")
+    most = MOST_POSITIONS if bounded and spec.learned_positions is None else spec.max_position
+    if not isinstance(ctx_size, int) or not 1 <= ctx_size <= most:
+        raise UsageError(f"ctx_size is {ctx_size!r}, but this model was made for 1 to {spec.max_position} positions")
     return ctx_size
 
 
