@@ -38,8 +38,8 @@ AFTER = """
 *Compared* counts small random models that `transformers` made and saved (every tensor random, biases and norms moved
 away from 0 and 1): float32 logits of kvist and of `transformers` agree within 1e-4, relative, at each of 300 positions,
 on the native and on the reference kernels, past windows, splits of 128 keys and LongRoPE's first range; in pieces of
-any size they are equal in every bit. The float64 judge of `kvist verify` is held against the same models, and where a GGUF
-file can say it all, the same model written as GGUF too (in the table: + GGUF), by a converter of the tests' own.
+any size they are equal in every bit. The float64 judge of `kvist verify` is held against the same models, and where a
+GGUF file can say it all, the same model written as GGUF too (in the table: + GGUF), by a converter of the tests' own.
 Of real weights only the two that come as packages were run here: SmolLM2 135M (llama) and Gemma 3 270M. The others were
 too large for, or out of reach of, the machine that this was built on: nothing is claimed of their text.
 
