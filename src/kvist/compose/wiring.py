@@ -59,7 +59,8 @@ def load(
     ``weights``: packed (what GGUF has quantised stays so in memory), float32 or bfloat16; auto takes packed where there
     is something to pack, native kernels run, and ``dtype`` does not say otherwise.
     ``dtype`` of weights that are not packed: float32 or bfloat16; auto leaves a float32 checkpoint as it is, else takes
-    bfloat16, or float32 where only the reference kernels run. ``kv_cache_dtype``: float32, bfloat16 or float16; auto is ``dtype``.
+    bfloat16, or float32 where only the reference kernels run. ``kv_cache_dtype``: float32, bfloat16 or float16; auto
+    is ``dtype``.
     ``max_num_seqs`` requests run at once; they share a pool of one context, or of as many tokens as ``memory`` bytes
     hold. ``kv_window`` bounds the memory of a request whatever its length: a query sees the newest ``kv_window`` keys
     and the first ``kv_sinks`` (by default 4), which is another function than full attention. ``cache`` False keeps

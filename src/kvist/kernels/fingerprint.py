@@ -25,9 +25,10 @@ def fingerprint(backend: Backend) -> str:
     for dtype in (BFLOAT16, FLOAT32):
         for buffer in _linear(backend, dtype):
             digest.update(_bytes(buffer))
-    for kind in PACKED_TYPES if isinstance(backend, NativeBackend) else ():
-        for buffer in _packed(backend, kind):
-            digest.update(_bytes(buffer))
+    if isinstance(backend, NativeBackend):
+        for kind in PACKED_TYPES:
+            for buffer in _packed(backend, kind):
+                digest.update(_bytes(buffer))
     for dtype in (BFLOAT16, FLOAT16, FLOAT32):
         for window, softcap in ((None, None), (150, 30.0)):
             for buffer in _attention(backend, dtype, window, softcap):

@@ -72,12 +72,9 @@ class PackedWeight:
         """``parts``: (rows, type) of each segment; zeroed. KernelError for what the kernels do not take."""
         if glu and len(parts) == 1 and parts[0][0] % 2 == 0:
             parts = [(parts[0][0] // 2, parts[0][1])] * 2
-        if (
-            not parts
-            or min(rows for rows, _ in parts) < 1
-            or (glu and [rows for rows, _ in parts] != [parts[0][0]] * 2)
-        ):
-            raise KernelError(f"segments of {[rows for rows, _ in parts]} rows make no {'glu ' if glu else ''}weight")
+        counts = [rows for rows, _ in parts]
+        if min(counts, default=0) < 1 or (glu and counts != counts[:1] * 2):
+            raise KernelError(f"segments of {counts} rows make no {'glu ' if glu else ''}weight")
         self.parts, self.k, self.glu = tuple(parts), k, glu
         self.n = sum(rows for rows, _ in parts)
         self._backend = backend

@@ -110,7 +110,8 @@ def load_weights(
     """Read every tensor of ``spec`` into ``backend``'s own form, as ``dtype`` (float32 or bfloat16).
 
     ``packed``: what GGUF has quantised stays so where the native kernels take its type; the rest becomes ``dtype``.
-    Activations are then float32, and the weights' own ``dtype`` says so. ``progress`` is called with the bytes read of every slice. Raises SpecError for a layer kind that cannot run.
+    Activations are then float32, and the weights' own ``dtype`` says so.
+    ``progress`` is called with the bytes read of every slice. Raises SpecError for a layer kind that cannot run.
     """
     return _Loader(spec, checkpoint, backend, dtype, progress, packed).load()
 

@@ -55,8 +55,9 @@ def verify(
 ) -> Report:
     """Load ``model`` and check every law on every path that it has.
 
-    ``announce`` is told what runs, ``found`` is given each row as it is known. ``dtype`` and ``weights`` auto: what
-    ``kvist run`` takes, packed or bfloat16; with ``FULL`` packed, bfloat16 and float32. VerifyError on the reference kernels, which promise values but not bits.
+    ``announce`` is told what runs, ``found`` is given each row as it is known. ``dtype`` and ``weights`` auto: packed
+    where GGUF has quantised, else bfloat16; with ``FULL`` packed, bfloat16 and float32. VerifyError on
+    the reference kernels, which promise values but not bits.
     """
     if choose().backend.name == "reference":
         raise VerifyError(
