@@ -7,7 +7,7 @@
 
 namespace kvist {
 
-enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, packed = 3 };
 enum class OpKind : int32_t { embed, linear, append, attend, norm_add, normalise };
 enum class Epilogue : int32_t { store, add, glu, act };
 enum class Activation : int32_t { silu, gelu_tanh, gelu };
@@ -18,11 +18,16 @@ constexpr int PANEL = 32;   // output columns of one weight panel
 
 // A packed matrix [N, K]: panels of 32 columns, K in order, bfloat16 in pairs: [N/32][K/2][32][2], float32 [N/32][K][32].
 // A glu weight's panel holds 16 gate columns, then the 16 up columns of the same outputs.
+// A packed weight (strips.h) has no data of its own but segments, one below the other: rows of one GGUF type each, in
+// strips of 16. A glu weight then has two, gate and up.
+struct Segment { const uint8_t* data; int64_t first, rows; int32_t format; };
+
 struct Weight {
   const void* data = nullptr;
   int64_t n = 0, k = 0;  // n counts gate and up; columns beyond n are zero
   Type type = Type::f32;
   bool glu = false;
+  std::vector<Segment> segments;
 };
 
 struct Store {  // one layer's blocks; see LayerStore in ops.py for the format
@@ -111,6 +116,8 @@ struct Kernels {
   size_t (*common_bytes)(const Op&, const Step&);
   void (*pack)(const Weight&, void* data, int64_t row, const void* rows, Type type, int64_t count, int64_t stride);
   void (*unpack)(const Weight&, int64_t row, float* out);
+  int64_t (*strip_bytes)(int type, int64_t k);  // 0: a GGUF type that is not held packed
+  void (*tile_row)(const Weight&, int64_t row, const uint8_t* in);
   size_t (*gguf_row_bytes)(int type, int64_t k);  // 0: not known here
   void (*gguf_row)(int type, const uint8_t* in, int64_t k, float* out);
 };

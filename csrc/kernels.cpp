@@ -3,6 +3,7 @@
 #include "attend.h"
 #include "dequant.h"
 #include "linear.h"
+#include "packed.h"
 
 namespace KVIST_VARIANT {
 
@@ -25,6 +26,6 @@ static size_t common_bytes(const Op& op, const Step& step) {
 extern const Kernels table;
 #define KV_TEXT(x) #x
 #define KV_NAME(x) KV_TEXT(x)
-const Kernels table = {KV_NAME(KVIST_VARIANT), exec, common_bytes, pack, unpack_row, gguf::row_bytes, gguf::row};
+const Kernels table = {KV_NAME(KVIST_VARIANT), exec, common_bytes, pack, unpack_row, strip_bytes, tile_row, gguf::row_bytes, gguf::row};
 
 }  // namespace KVIST_VARIANT

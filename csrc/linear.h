@@ -7,6 +7,10 @@
 
 namespace KVIST_VARIANT {
 
+inline void packed_row(const Weight& w, int64_t row, float* out);                // strips.h
+inline void multiply_packed(const Op& op, const Step& step, Team& team);        // packed.h
+inline size_t packed_common(const Op& op, const Step& step);
+
 inline int64_t panel_bytes(const Weight& w) { return PANEL * w.k * (w.type == Type::f32 ? 4 : 2); }
 
 // Output row -> (panel, lane). A glu weight's gate rows 0..n/2 take lanes 0..15, its up rows lanes 16..31.
@@ -45,6 +49,7 @@ inline void pack(const Weight& w, void* data, int64_t row, const void* rows, Typ
 }
 
 inline void unpack_row(const Weight& w, int64_t row, float* out) {
+  if (w.type == Type::packed) return packed_row(w, row, out);
   int64_t panel, lane;
   place(w, row, panel, lane);
   const uint8_t* base = (const uint8_t*)w.data + panel * panel_bytes(w);
@@ -63,12 +68,12 @@ struct Output {
         if constexpr (V % 2 == 0)
           for (int j = 0; j < V; j += 2) glu(row + r, (v + j) / 2, acc[r][j], acc[r][j + 1]);
       } else {
-        for (int j = 0; j < V; ++j) plain(row + r, v + j, acc[r][j]);
+        for (int j = 0; j < V; ++j) plain(row + r, (v + j) * LANES, op.weight.n, acc[r][j]);
       }
     }
   }
-  KV_INLINE void plain(int64_t r, int64_t v, vf y) const {
-    const int64_t column = v * LANES, count = std::min<int64_t>(LANES, op.weight.n - column);
+  KV_INLINE void plain(int64_t r, int64_t column, int64_t end, vf y) const {
+    const int64_t count = std::min<int64_t>(LANES, end - column);
     if (count <= 0) return;
     if (op.epilogue == Epilogue::act) {
       if (op.bias) y = add(y, count == LANES ? load(op.bias + column) : load_some(op.bias + column, count));
@@ -133,6 +138,7 @@ inline void pack_a(const Op& op, const Step& step, int64_t r, int64_t rows, uint
 }
 
 inline size_t linear_common(const Op& op, const Step& step) {
+  if (op.weight.type == Type::packed) return packed_common(op, step);
   return size_t(op.wanted ? step.num_rows : step.num_tokens) * op.weight.k * 4;
 }
 
@@ -172,7 +178,8 @@ template <class E> inline void multiply(const Op& op, const Step& step, Team& te
 }
 
 inline void linear(const Op& op, const Step& step, Team& team) {
-  if (op.weight.type == Type::bf16) multiply<Bf16>(op, step, team);
+  if (op.weight.type == Type::packed) multiply_packed(op, step, team);
+  else if (op.weight.type == Type::bf16) multiply<Bf16>(op, step, team);
   else multiply<F32>(op, step, team);
 }
 

@@ -28,6 +28,21 @@ static Weight weight_of(Address data, int64_t n, int64_t k, int type, bool glu) 
   return w;
 }
 
+// Segments (address, rows, GGUF type), one below the other: rows of 16 a strip, as Kernels::strip_bytes counts them.
+static Weight packed_of(const std::vector<std::tuple<Address, int64_t, int>>& segments, int64_t k, bool glu) {
+  Weight w;
+  w.k = k; w.type = Type::packed; w.glu = glu;
+  for (const auto& [data, rows, format] : segments) {
+    if (rows < 1 || !all_kernels()[0]->strip_bytes(format, k))
+      throw std::invalid_argument(std::to_string(rows) + " rows of " + std::to_string(k) + " in GGUF type " + std::to_string(format) + " cannot be held packed");
+    w.segments.push_back({(const uint8_t*)data, w.n, rows, format});
+    w.n += rows;
+  }
+  if (w.segments.empty() || (glu && (w.segments.size() != 2 || w.segments[0].rows != w.segments[1].rows)))
+    throw std::invalid_argument("a packed weight has segments, and a glu weight two of equal rows");
+  return w;
+}
+
 static Store store_of(Address data, int64_t blocks, int64_t block_bytes, int block_size, int kv_heads, int head_dim, int v_head_dim, int type, int group) {
   Store s;
   s.data = (uint8_t*)data; s.num_blocks = blocks; s.block_bytes = block_bytes; s.block_size = block_size;
@@ -43,18 +58,21 @@ static void pack_rows(const std::string& kernels, const Weight& w, Address in, i
   const Kernels& kernel = kernels_named(kernels);
   const size_t row_bytes = gguf >= 0 ? kernel.gguf_row_bytes(gguf, w.k) : size_t(w.k) * type_bytes(Type(type));
   if (!row_bytes) throw std::invalid_argument("rows of " + std::to_string(w.k) + " in GGUF type " + std::to_string(gguf) + " cannot be unpacked here");
+  if (w.type == Type::packed && gguf < 0) throw std::invalid_argument("a packed weight is filled with GGUF blocks");
   const int64_t* map = (const int64_t*)row_map;
   if (first < 0 || (!map && first + count > w.n)) throw std::invalid_argument("rows beyond the weight");
   nb::gil_scoped_release release;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> temp(gguf >= 0 ? size_t(w.k) : 0);
+    std::vector<float> temp(gguf >= 0 && w.type != Type::packed ? size_t(w.k) : 0);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t panel = 0; panel < (count + PANEL - 1) / PANEL; ++panel)
       for (int64_t i = panel * PANEL; i < count && i < (panel + 1) * PANEL; ++i) {
         const uint8_t* x = (const uint8_t*)in + size_t(i) * row_bytes;
         const int64_t row = map ? map[i] : first + i;
-        if (gguf >= 0) {
+        if (w.type == Type::packed) {
+          kernel.tile_row(w, row, x);
+        } else if (gguf >= 0) {
           kernel.gguf_row(gguf, x, w.k, temp.data());
           kernel.pack(w, (void*)w.data, row, temp.data(), Type::f32, 1, w.k);
         } else {
@@ -79,6 +97,9 @@ NB_MODULE(_native, m) {
   nb::class_<Weight>(m, "Weight").def("__init__", [](Weight* self, Address data, int64_t n, int64_t k, int type, bool glu) {
     new (self) Weight(weight_of(data, n, k, type, glu));
   }, "data"_a, "n"_a, "k"_a, "type"_a, "glu"_a);
+  m.def("packed", &packed_of, "segments"_a, "k"_a, "glu"_a, "A weight whose segments (address, rows, GGUF type) stay packed.");
+  m.def("strip_bytes", [](int type, int64_t k) { return all_kernels()[0]->strip_bytes(type, k); }, "type"_a, "k"_a,
+        "Bytes of 16 packed rows; 0 for a type or width that is not held packed.");
   nb::class_<Store>(m, "Store").def("__init__", [](Store* self, Address data, int64_t num_blocks, int64_t block_bytes, int block_size, int num_kv_heads, int head_dim, int v_head_dim, int type, int group) {
     new (self) Store(store_of(data, num_blocks, block_bytes, block_size, num_kv_heads, head_dim, v_head_dim, type, group));
   }, "data"_a, "num_blocks"_a, "block_bytes"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "type"_a, "group"_a);
@@ -127,6 +148,7 @@ NB_MODULE(_native, m) {
         if (w.glu != (op.epilogue == Epilogue::glu)) throw std::invalid_argument("the glu epilogue goes with a glu weight");
         if (op.source_type != Type::f32 && (norm || op.source_type != w.type))
           throw std::invalid_argument("a source is float32, or without norm of the weight's own type");
+        if (op.act != Type::f32 && op.act != w.type) throw std::invalid_argument("activations are float32, or of the weight's own type");
         p.add(op);
       }, "weight"_a, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "source_type"_a, "act"_a, "epilogue"_a, "activation"_a, "norm"_a, "eps"_a, "norm_bias"_a, "centred"_a, "bias"_a, "wanted"_a, "scale"_a, "softcap"_a)
       .def("append", [](Program& p, const Store& s, Address qkv, int64_t stride, Address q_out, int64_t q_stride, int num_heads, float scale, int rotary, Address cos, Address sin, int64_t rope_rows, Address q_norm, Address k_norm, float eps) {

@@ -35,7 +35,7 @@ const std::vector<const Kernels*>& all_kernels() {
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     (void)avx512;
 #ifdef KVIST_HAVE_AVX512BF16
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) list.push_back(&avx512bf16::table);
+    if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) list.push_back(&avx512bf16::table);
 #endif
 #ifdef KVIST_HAVE_AVX512
     if (avx512) list.push_back(&avx512::table);

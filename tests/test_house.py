@@ -49,7 +49,7 @@ ENVIRONMENT = {"KVIST_KERNELS", "OLLAMA_MODELS", "XDG_CACHE_HOME"}
 FLAGS: dict[str, set[str]] = {
     "run": {
         *("--max-tokens", "-n", "--ctx-size", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
-        *("--threads", "--dtype", "--kv-cache-dtype", "--block-size", "--system", "--prompt-file"),
+        *("--threads", "--weights", "--dtype", "--kv-cache-dtype", "--block-size", "--system", "--prompt-file"),
         *("--no-chat-template", "--no-cache", "--kv-window", "--kv-sinks", "--json"),
     },
     "plan": {
@@ -60,7 +60,7 @@ FLAGS: dict[str, set[str]] = {
     },
     "learn": {"--all", "--device", "--head-dim", "--json", "--model", "--plot", "--source"},
     "bench": {"--json", "--plot", "--quick"},
-    "verify": {"--quick", "--full", "--dtype", "--json"},
+    "verify": {"--quick", "--full", "--weights", "--dtype", "--json"},
     "info": {"--json"},
 }
 

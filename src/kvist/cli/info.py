@@ -14,15 +14,25 @@ _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma", "sve", "as
 
 
 def command(
+    model: Annotated[
+        str | None, typer.Argument(help="A .gguf file (or smollm2, gemma3): say what it holds instead.", metavar="FILE")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Say what this machine has: processors, memory, kernels, threads, and models.
+    """Say what this machine has: processors, memory, kernels, threads, and models; or what a GGUF file holds.
 
     For example:
 
       kvist info
       kvist info --json
+      kvist info model.gguf
     """
+    if model is not None:
+        from kvist.cli.contents import contents, lines
+
+        held = contents(model)
+        print(json.dumps(held, ensure_ascii=False, indent=2) if as_json else "\n".join(lines(held)))
+        return
     found = {"machine": _machine(), "kernels": _kernels(), "models": _models()}
     if as_json:
         print(json.dumps(found, ensure_ascii=False, indent=2))

@@ -55,7 +55,17 @@ def command(
         list[str] | None, typer.Option(help="End before this text. Can be given several times.", metavar="TEXT")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Default: all processors.", metavar="N")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the weights: auto, float32, bfloat16.", metavar="TYPE")] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="How weights are held: packed (as GGUF has quantised them), bfloat16, float32. "
+            "auto: packed where there is something to pack.",
+            metavar="HOW",
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Type of weights that are not packed: auto, float32, bfloat16.", metavar="TYPE")
+    ] = "auto",
     kv_cache_dtype: Annotated[
         str,
         typer.Option(help="Type of the cache: auto (that of the weights), float32, bfloat16, float16.", metavar="TYPE"),
@@ -103,7 +113,7 @@ def command(
     from kvist.engine.request import Sampling  # the record of the engine, which needs no torch
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
-    settings = _settings(ctx_size, dtype, kv_cache_dtype, block_size, threads, no_cache)
+    settings = _settings(ctx_size, weights, dtype, kv_cache_dtype, block_size, threads, no_cache)
     settings |= _bounds(kv_window, kv_sinks)
     if no_chat_template and system is not None:
         raise UsageError("--system needs the chat template that --no-chat-template leaves out: drop one of them")
@@ -128,6 +138,7 @@ def command(
 
 def _settings(
     ctx_size: int | None,
+    weights: str,
     dtype: str,
     kv_cache_dtype: str,
     block_size: int | None,
@@ -150,10 +161,13 @@ def _settings(
                 parse_dtype(wanted, allowed=allowed)
             except UsageError as error:
                 raise UsageError(f"{name}: {error}, or auto") from None
+    if weights not in ("auto", "packed", FLOAT32.name, BFLOAT16.name):
+        raise UsageError(f"--weights is {weights!r}: use packed, bfloat16, float32 or auto")
     if block_size is not None:
         check_block_size(block_size)
     return {
         "ctx_size": ctx_size,
+        "weights": weights,
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
         "block_size": block_size,

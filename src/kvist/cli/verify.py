@@ -18,7 +18,10 @@ def command(
     full: Annotated[
         bool, typer.Option("--full", help="Longer text, every kernel variant, float32 and bfloat16.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="Weights as auto, bfloat16 or float32.")] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="Weights held as auto, packed (as GGUF has them), bfloat16 or float32.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Weights unpacked to bfloat16 or float32, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Prove on your own model that the same tokens give the same bits, whatever way they take through the cache.
@@ -57,7 +60,7 @@ def command(
             print(f"{'law':<22}{'path':<26}{'kernels':<12}{'weights':<10}{'positions':>9}  bits")
         print(line(row), flush=True)
 
-    report = verify(model, effort, dtype=dtype, announce=announce, found=found)
+    report = verify(model, effort, dtype=dtype, weights=weights, announce=announce, found=found)
     if talk:
         print("\r\x1b[K", end="", file=sys.stderr)
     if as_json:

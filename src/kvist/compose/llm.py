@@ -38,6 +38,7 @@ class Setup:
     bytes_per_token: int  # of the cache, while no window is full
     kv_window: int | None = None  # bounded memory: the newest keys that a query sees,
     kv_sinks: int = 0  # and the first
+    weights: str = ""  # packed, or dtype; dtype is then that of the few matrices that GGUF has not quantised
 
 
 @dataclass(frozen=True, slots=True)

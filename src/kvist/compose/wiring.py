@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
+from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, parse_dtype
 from kvist.base.errors import UsageError
 from kvist.base.machine import available_memory
 from kvist.cache.addressing import check_block_size
@@ -16,9 +16,10 @@ from kvist.compose.llm import LLM, Setup
 from kvist.engine.engine import Engine, EngineSettings
 from kvist.engine.scheduler import SchedulerSettings
 from kvist.kernels.dispatch import choose
-from kvist.model.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint, loaded_bytes
+from kvist.model.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from kvist.model.decoder import Decoder
-from kvist.model.weights import load_weights, require_memory
+from kvist.model.held import held_as
+from kvist.model.weights import load_weights
 from kvist.spec.bounded import bounded
 from kvist.spec.from_config import model_spec
 from kvist.spec.from_gguf import gguf_model
@@ -40,6 +41,7 @@ def load(
     model: str | Path,
     *,
     ctx_size: int | None = None,
+    weights: str = "auto",
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     block_size: int | None = None,
@@ -54,8 +56,11 @@ def load(
     """Load ``model``: an alias (``smollm2``, ``gemma3``), a ``.gguf`` file, or a folder of config.json and safetensors.
 
     ``ctx_size``: most stored tokens of a request, by default the model's own limit up to 8192.
-    ``dtype`` of the weights: float32 or bfloat16; auto leaves a float32 checkpoint as it is, else takes bfloat16, or
-    float32 where only the reference kernels run. ``kv_cache_dtype``: float32, bfloat16 or float16; auto is ``dtype``.
+    ``weights``: packed (what GGUF has quantised stays so in memory), float32 or bfloat16; auto takes packed where there
+    is something to pack, native kernels run, and ``dtype`` does not say otherwise.
+    ``dtype`` of weights that are not packed: float32 or bfloat16; auto leaves a float32 checkpoint as it is, else takes
+    bfloat16, or float32 where only the reference kernels run. ``kv_cache_dtype``: float32, bfloat16 or float16; auto
+    is ``dtype``.
     ``max_num_seqs`` requests run at once; they share a pool of one context, or of as many tokens as ``memory`` bytes
     hold. ``kv_window`` bounds the memory of a request whatever its length: a query sees the newest ``kv_window`` keys
     and the first ``kv_sinks`` (by default 4), which is another function than full attention. ``cache`` False keeps
@@ -74,20 +79,21 @@ def load(
     step_tokens = max(min(STEP_TOKENS, ctx), max_num_seqs)
     scheduler = SchedulerSettings(ctx, step_tokens, max_num_seqs)
     choice = choose(threads)
-    weight_dtype = _weight_dtype(dtype, spec, choice.backend.name)
+    held = held_as(spec, checkpoint, choice.backend, weights, dtype)
+    weight_dtype = held.dtype
     kv_dtype = (
         weight_dtype if kv_cache_dtype == "auto" else parse_dtype(kv_cache_dtype, allowed=(FLOAT32, BFLOAT16, FLOAT16))
     )
     size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
     check_block_size(size)
     groups = groups_of(spec, kv_dtype, size, step_tokens)
-    require_memory(spec, weight_dtype, source.name)
+    held.require_memory(source.name)
     blocks = _pool_blocks(groups, scheduler, memory)
-    pool = Pool(groups, blocks, available=_room(spec, weight_dtype, memory), chunk=step_tokens)
+    pool = Pool(groups, blocks, available=_room(held.nbytes, memory), chunk=step_tokens)
     total = sum(path.stat().st_size for path in source.shards())
-    weights = load_weights(spec, checkpoint, choice.backend, weight_dtype, _counted(progress, total))
+    loaded = load_weights(spec, checkpoint, choice.backend, weight_dtype, _counted(progress, total), packed=held.packed)
     decoder = Decoder(
-        spec, weights, choice.backend, pool, max_positions=ctx, max_tokens=step_tokens, max_rows=max_num_seqs
+        spec, loaded, choice.backend, pool, max_positions=ctx, max_tokens=step_tokens, max_rows=max_num_seqs
     )
     eos = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     engine = Engine(decoder, groups, pool.blocks, EngineSettings(scheduler, eos, cache, keep=True))
@@ -97,12 +103,13 @@ def load(
         kernels=choice.backend.name,
         refusals=choice.refusals,
         dtype=weight_dtype.name,
+        weights=held.name,
         kv_cache_dtype=kv_dtype.name,
         block_size=size,
         ctx_size=ctx,
         max_num_seqs=max_num_seqs,
         cache=cache,
-        weight_bytes=weights.nbytes,
+        weight_bytes=loaded.nbytes,
         cache_bytes=pool.nbytes,
         bytes_per_token=bytes_per_token(groups),
         kv_window=kv_window,
@@ -144,16 +151,10 @@ def _context(spec: ModelSpec, ctx_size: int | None, bounded: bool) -> int:
     return ctx_size
 
 
-def _weight_dtype(wanted: str, spec: ModelSpec, kernels: str) -> DType:
-    if wanted != "auto":
-        return parse_dtype(wanted, allowed=(FLOAT32, BFLOAT16))
-    return FLOAT32 if spec.dtype == FLOAT32.name or kernels == "reference" else BFLOAT16
-
-
-def _room(spec: ModelSpec, dtype: DType, memory: int | None) -> int | None:
+def _room(weight_bytes: int, memory: int | None) -> int | None:
     """Bytes that the cache may take: what was allowed, and no more than the weights will leave."""
     free = available_memory()
-    limits = [memory] if free is None else [memory, free - loaded_bytes(spec, dtype.bytes)]
+    limits = [memory] if free is None else [memory, free - weight_bytes]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

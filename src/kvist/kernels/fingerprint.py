@@ -11,7 +11,10 @@ from torch import Tensor
 
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.kernels.blockformat import block_elements
+from kvist.kernels.native import NativeBackend
 from kvist.kernels.ops import Append, Attend, Backend, LayerStore, Linear, NormWeight, Op, Step, torch_dtype
+from kvist.kernels.packed import FACTORS, PACKED_TYPES
+from kvist.spec.gguf_types import BY_NAME, IDS
 
 _LENGTH = 300  # positions: three splits, the last one partly filled
 
@@ -22,6 +25,10 @@ def fingerprint(backend: Backend) -> str:
     for dtype in (BFLOAT16, FLOAT32):
         for buffer in _linear(backend, dtype):
             digest.update(_bytes(buffer))
+    if isinstance(backend, NativeBackend):
+        for kind in PACKED_TYPES:
+            for buffer in _packed(backend, kind):
+                digest.update(_bytes(buffer))
     for dtype in (BFLOAT16, FLOAT16, FLOAT32):
         for window, softcap in ((None, None), (150, 30.0)):
             for buffer in _attention(backend, dtype, window, softcap):
@@ -68,6 +75,22 @@ def _linear(backend: Backend, dtype: DType) -> list[Tensor]:
     ]
     backend.compile(ops).run(_step(tokens))
     return [out, gated, silu]
+
+
+def _packed(backend: NativeBackend, kind: str) -> list[Tensor]:
+    """Blocks of ``kind`` with arbitrary quants and small factors, times one row and times five."""
+    n, k = 34, 256
+    stored = BY_NAME[kind]
+    raw = ((_values(8, n * k // stored.elements, stored.nbytes) + 1) * 128).to(torch.uint8)
+    for at in FACTORS[kind]:
+        factors = (_values(9 + at, len(raw)) / 16).to(torch.float16)
+        raw[:, at : at + 2] = factors.view(torch.uint8).view(-1, 2)
+    weight = backend.packed([(n, kind)], k)
+    weight.fill_gguf(raw.data_ptr(), IDS[kind], n, torch.arange(n))
+    x, out = _values(2, 5, k), torch.zeros(6, n)
+    for first, rows in ((0, 1), (1, 5)):
+        backend.compile([Linear("probe", x[:rows], weight, out[first : first + rows])]).run(_step(rows))
+    return [weight.rows(torch.arange(n)), out]
 
 
 def _attention(backend: Backend, dtype: DType, window: int | None, softcap: float | None) -> list[Tensor]:

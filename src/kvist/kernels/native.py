@@ -7,6 +7,7 @@ for none. Every variant keeps the laws; between variants the last bits differ, a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvist.kernels.ops import (
     Step,
     torch_dtype,
 )
+from kvist.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -181,7 +183,7 @@ class NativeBackend:
                 return f"a buffer lies on {buffer.device}: native kernels read the CPU's memory"
             if buffer.dim() == 2 and buffer.stride(1) != 1:
                 return "a buffer's rows are not contiguous"
-        if isinstance(op, Embed | Linear) and not isinstance(op.weight, NativeWeight):
+        if isinstance(op, Embed | Linear) and not isinstance(op.weight, NativeWeight | PackedWeight):
             return "the weight is not packed for native kernels"
         if isinstance(op, Embed) and not (op.places is None or isinstance(op.places, NativeWeight)):
             return "the learned positions are not packed for native kernels"
@@ -202,6 +204,10 @@ class NativeBackend:
     def weight(self, n: int, k: int, dtype: DType, glu: bool = False) -> NativeWeight:
         """Zeroed panels for a matrix [N, K]."""
         return NativeWeight(self, n, k, dtype, glu)
+
+    def packed(self, parts: Sequence[tuple[int, str]], k: int, glu: bool = False) -> PackedWeight:
+        """A zeroed matrix whose segments (rows, GGUF type) stay packed."""
+        return PackedWeight(self, parts, k, glu)
 
     def compile(self, ops: list[Op], **settings: Any) -> NativeExecutor:
         """An executor of ``ops``. KernelError that names the first operation which is refused."""
@@ -293,7 +299,7 @@ def _embed(native: ModuleType, program: Any, op: Embed) -> None:
 
 
 def _handle(weight: Any) -> Any:
-    assert isinstance(weight, NativeWeight)
+    assert isinstance(weight, NativeWeight | PackedWeight)
     return weight.handle
 
 

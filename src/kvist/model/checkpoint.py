@@ -17,6 +17,7 @@ from torch import Tensor
 from kvist.base.errors import FormatError, Truncated, WeightsError
 from kvist.kernels.native import NativeWeight
 from kvist.kernels.ops import Weight
+from kvist.kernels.packed import PackedWeight, packed_bytes, packed_refusal
 from kvist.spec.from_gguf import GgufModel
 from kvist.spec.gguf_types import IDS
 from kvist.spec.model import Attention, ModelSpec
@@ -35,6 +36,10 @@ class Checkpoint(Protocol):
 
     def vector(self, name: str) -> Tensor | None:
         """A one-dimensional tensor as float32; None when the checkpoint has none of this name."""
+        ...
+
+    def packing(self, name: str) -> str | None:
+        """The GGUF type in which matrix ``name`` can stay packed; None when it has to be unpacked."""
         ...
 
     def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
@@ -63,8 +68,13 @@ class GgufCheckpoint:
         values = _unpack(self.file.read_rows(self.names[name]), IDS[info.kind.name], info.shape[-1])
         return values.flatten()[self._order(name, info.shape[0])]
 
+    def packing(self, name: str) -> str | None:
+        """The file's own type, where kernels take it as it is."""
+        info = self.file.tensors[self.names[name]]
+        return None if packed_refusal(info.kind.name, info.shape[-1]) else info.kind.name
+
     def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
-        """Write the matrix, unpacked row by row into the weight's own form."""
+        """Write the matrix: as it is into a packed weight, else unpacked row by row into the weight's own form."""
         file_name = self.names[name]
         info = self.file.tensors[file_name]
         rows, kind = info.shape[0], IDS[info.kind.name]
@@ -75,7 +85,7 @@ class GgufCheckpoint:
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             raw = self.file.read_rows(file_name, start, stop)
-            if isinstance(weight, NativeWeight) and kind in _NATIVE_GGUF:
+            if isinstance(weight, PackedWeight) or (isinstance(weight, NativeWeight) and kind in _NATIVE_GGUF):
                 weight.fill_gguf(_address(raw), kind, stop - start, place[start:stop].contiguous())
             else:
                 values = _unpack(raw, kind, weight.k)
@@ -127,6 +137,10 @@ class SafetensorsCheckpoint:
         values = tensor.to(torch.float32, copy=True)
         return values if grouped is None else values[grouped_rows(*grouped)]
 
+    def packing(self, name: str) -> str | None:
+        """None: safetensors are not packed."""
+        return None
+
     def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
         """Write the matrix slice by slice."""
         tensor, file_name = self.expected[name], self.names[name]
@@ -160,15 +174,22 @@ def _mapped(shard: Path) -> Any:
         raise Truncated(f"{shard}: not a complete safetensors file ({error}): download it again") from error
 
 
-def loaded_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """Bytes that the matrices of ``spec`` take once loaded, an embedding that is also the head counted once."""
+def loaded_bytes(spec: ModelSpec, element_bytes: int, packed: Checkpoint | None = None) -> int:
+    """Bytes that the tensors of ``spec`` take once loaded, an embedding that is also the head counted once.
+
+    ``packed``: the checkpoint whose quantised matrices stay packed; the others take ``element_bytes`` an element.
+    """
     total = 0
-    for tensor in expected_tensors(spec).values():
+    for name, tensor in expected_tensors(spec).items():
         if not tensor.optional:
             size = 1
             for extent in tensor.shape:
                 size *= extent
-            total += size * (element_bytes if len(tensor.shape) > 1 else 4)
+            kind = packed.packing(name) if packed is not None and len(tensor.shape) == 2 else None
+            if kind is not None:
+                total += packed_bytes(kind, *tensor.shape)
+            else:
+                total += size * (element_bytes if len(tensor.shape) > 1 else 4)
     return total
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kvist.base.dtypes import DType
+from kvist.base.dtypes import FLOAT32, DType
 from kvist.base.errors import OutOfMemory, SpecError
 from kvist.base.machine import available_memory
+from kvist.kernels.native import NativeBackend
 from kvist.kernels.ops import Backend, NormWeight, Weight
+from kvist.kernels.packed import PackedWeight
 from kvist.model.checkpoint import Checkpoint, loaded_bytes
 from kvist.spec.model import Attention, LayerSpec, ModelSpec, Norm
 
@@ -56,10 +58,19 @@ class ModelWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices, norms and biases, each object counted once."""
+        return sum(_bytes(part) for part in self._held)
+
+    @property
+    def packed(self) -> bool:
+        """Whether any matrix is held as GGUF packed it."""
+        return any(isinstance(part, PackedWeight) for part in self._held)
+
+    @property
+    def _held(self) -> list[Weight | NormWeight | Tensor | None]:
         held: list[Weight | NormWeight | Tensor | None] = [self.embed, self.head, self.positions, self.final_norm]
         for layer in self.layers:
             held += [getattr(layer, field.name) for field in fields(layer)]
-        return sum(_bytes(part) for part in {id(part): part for part in held}.values())
+        return list({id(part): part for part in held}.values())
 
 
 def _bytes(part: Weight | NormWeight | Tensor | None) -> int:
@@ -72,30 +83,50 @@ def _bytes(part: Weight | NormWeight | Tensor | None) -> int:
 
 def require_memory(spec: ModelSpec, dtype: DType, name: str) -> None:
     """Refuse, before anything is read, a model whose weights do not fit: OutOfMemory with both sizes."""
-    needed, available = loaded_bytes(spec, dtype.bytes), available_memory()
+    refuse_beyond(loaded_bytes(spec, dtype.bytes), name, dtype.name, "--dtype bfloat16" if dtype.bytes > 2 else None)
+
+
+def refuse_beyond(needed: int, name: str, form: str, remedy: str | None = None) -> None:
+    """OutOfMemory, with both sizes, when weights of ``needed`` bytes held as ``form`` do not fit what is free."""
+    available = available_memory()
     if available is not None and needed > available:
         raise OutOfMemory(
-            f"{name}: its weights take {needed / 2**30:.2f} GiB as {dtype.name}, and {available / 2**30:.2f} GiB "
+            f"{name}: its weights take {needed / 2**30:.2f} GiB as {form}, and {available / 2**30:.2f} GiB "
             "are free: nothing was loaded; use a smaller model"
-            + (", --dtype bfloat16," if dtype.bytes > 2 else "")
+            + (f", {remedy}," if remedy else "")
             + " or a machine with more memory"
         )
 
 
 def load_weights(
-    spec: ModelSpec, checkpoint: Checkpoint, backend: Backend, dtype: DType, progress: Progress | None = None
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    backend: Backend,
+    dtype: DType,
+    progress: Progress | None = None,
+    *,
+    packed: bool = False,
 ) -> ModelWeights:
     """Read every tensor of ``spec`` into ``backend``'s own form, as ``dtype`` (float32 or bfloat16).
 
+    ``packed``: what GGUF has quantised stays so where the native kernels take its type; the rest becomes ``dtype``.
+    Activations are then float32, and the weights' own ``dtype`` says so.
     ``progress`` is called with the bytes read of every slice. Raises SpecError for a layer kind that cannot run.
     """
-    return _Loader(spec, checkpoint, backend, dtype, progress).load()
+    return _Loader(spec, checkpoint, backend, dtype, progress, packed).load()
 
 
 class _Loader:
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, backend: Backend, dtype: DType, progress: Progress | None
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        backend: Backend,
+        dtype: DType,
+        progress: Progress | None,
+        packed: bool,
     ) -> None:
+        self.packed = packed
         self.spec, self.checkpoint, self.backend, self.dtype = spec, checkpoint, backend, dtype
         self.progress = progress or (lambda nbytes: None)
         self.rows = {name: tensor.shape[0] for name, tensor in checkpoint.expected.items()}
@@ -107,7 +138,8 @@ class _Loader:
         layers = tuple(self.layer(index, layer) for index, layer in enumerate(spec.layers))
         places = spec.learned_positions
         positions = None if places is None else self.matrix(places, spec.hidden_size, ("positions",))
-        return ModelWeights(self.dtype, embed, layers, self.norm("final_norm", spec.norm), head, positions)
+        act = FLOAT32 if self.packed else self.dtype
+        return ModelWeights(act, embed, layers, self.norm("final_norm", spec.norm), head, positions)
 
     def layer(self, index: int, layer: LayerSpec) -> LayerWeights:
         a, at = layer.attention, f"layers.{index}."
@@ -141,13 +173,21 @@ class _Loader:
 
     def matrix(self, n: int, k: int, names: tuple[str, ...], glu: bool = False) -> Weight:
         """The tensors ``names`` one below the other."""
-        weight = self.backend.weight(n, k, self.dtype, glu)
+        weight = self.packed_matrix(k, names, glu) or self.backend.weight(n, k, self.dtype, glu)
         first = 0
         for name in names:
             for nbytes in self.checkpoint.fill(name, weight, first):
                 self.progress(nbytes)
             first += self.rows[name]
         return weight
+
+    def packed_matrix(self, k: int, names: tuple[str, ...], glu: bool) -> Weight | None:
+        """An empty weight in the tensors' own types; None unless every one of them can stay packed."""
+        if not self.packed or not isinstance(self.backend, NativeBackend):
+            return None
+        kinds = [self.checkpoint.packing(name) for name in names]
+        parts = [(self.rows[name], kind) for name, kind in zip(names, kinds, strict=True) if kind is not None]
+        return self.backend.packed(parts, k, glu) if len(parts) == len(names) else None
 
     def norm(self, name: str, norm: Norm) -> NormWeight:
         if norm.kind not in ("rms", "layer"):

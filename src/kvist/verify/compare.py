@@ -31,6 +31,13 @@ JUDGE = 1e-9  # two float64 implementations: some 1e7 roundings of 1e-16, amplif
 # product inputs rounded, 1.2e-3 with everything in bfloat16; in between lies what may not happen unnoticed.
 KL_BFLOAT16 = 3e-4
 
+# Packed weights: what enters a product keeps 15 bits, so what is left is the rounding of keys, values and probabilities
+# to bfloat16.
+KL_PACKED = 1.5e-4
+# A block of 32 activations is rounded in steps of 1/16256 of its largest; at worst one element makes up its norm, and
+# then each of the others is off by half a step: sqrt(32) / 2 / 16256 of it.
+PACKED_ROUNDING = math.sqrt(32) / 2 / 16256
+
 # One float32 operation, relative norm against float64 on the same inputs.
 POINTWISE = 1e-6  # norms, rotation, gates, embedding: a dozen roundings, exp and tanh within a few ulp
 ATTEND = 4e-6  # two products of up to a few hundred terms, one exp within 2 ulp, one fold per split
@@ -45,6 +52,11 @@ def linear_bound(k: int) -> float:
     One chain of k additions leaves about unit * sqrt(k) / 2 of the result's norm; four times that is allowed.
     """
     return 2 * FLOAT32_UNIT * math.sqrt(max(k, 1)) + POINTWISE
+
+
+def packed_bound(k: int) -> float:
+    """Bound of a product over ``k`` terms with packed weights, against float64 on the unpacked weights."""
+    return linear_bound(k) + PACKED_ROUNDING
 
 
 def attend_bound(store_dtype: str, largest_score: float = 0.0) -> float:

@@ -9,14 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvist.base.dtypes import BFLOAT16, FLOAT32, DType, parse_dtype
+from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.base.errors import VerifyError
 from kvist.compose import default_context, open_model
 from kvist.kernels.dispatch import VARIABLE, choose
 from kvist.kernels.fingerprint import fingerprint
 from kvist.kernels.native import NativeBackend, variants
 from kvist.kernels.ops import Backend
-from kvist.model.weights import load_weights, require_memory
+from kvist.model.held import PACKED, can_pack, held_as
+from kvist.model.weights import load_weights
 from kvist.spec.model import Attention, ModelSpec
 from kvist.spec.rope import fix_context
 from kvist.spec.source import resolve
@@ -48,13 +49,15 @@ def verify(
     effort: Effort = NORMAL,
     *,
     dtype: str = "auto",
+    weights: str = "auto",
     announce: Announce = lambda text: None,
     found: Callable[[LawRow], None] = lambda row: None,
 ) -> Report:
     """Load ``model`` and check every law on every path that it has.
 
-    ``announce`` is told what runs, ``found`` is given each row as it is known. ``dtype`` auto: bfloat16, with ``FULL``
-    float32 too. VerifyError on the reference kernels, which promise values but not bits.
+    ``announce`` is told what runs, ``found`` is given each row as it is known. ``dtype`` and ``weights`` auto: packed
+    where GGUF has quantised, else bfloat16; with ``FULL`` packed, bfloat16 and float32. VerifyError on
+    the reference kernels, which promise values but not bits.
     """
     if choose().backend.name == "reference":
         raise VerifyError(
@@ -64,35 +67,48 @@ def verify(
     chosen = choose().backend
     assert isinstance(chosen, NativeBackend)
     kernels = variants() if effort.everything and VARIABLE not in os.environ else [chosen.variant]
-    if dtype != "auto":
-        dtypes = [parse_dtype(dtype, allowed=(BFLOAT16, FLOAT32))]
-    else:
-        dtypes = [BFLOAT16, FLOAT32] if effort.everything else [BFLOAT16]
+    forms = _forms(model, weights, dtype, effort.everything)
     rows: list[LawRow] = []
     for variant in kernels:
-        for element in dtypes:
-            announce(f"{model} as {element.name} on {variant}: loading")
-            subject, tokenizer = load_subject(model, variant, element)
+        for form in forms:
+            announce(f"{model} as {form} on {variant}: loading")
+            subject, tokenizer = load_subject(model, variant, form)
             tokens = text_tokens(tokenizer, subject.spec, effort.tokens)
             for row in check_all(model, subject, tokens, effort, announce):
-                rows.append(replace(row, dtype=element.name, kernels=variant))
+                rows.append(replace(row, dtype=form, kernels=variant))
                 found(rows[-1])
     prints = [fingerprint(NativeBackend(variant)) for variant in kernels]
     return Report(model, "+".join(prints), tuple(rows))
 
 
-def load_subject(model: str, variant: str, dtype: DType, kv_dtype: DType | None = None) -> tuple[Subject, Tokenizer]:
-    """A model's weights on one kernel variant, and its tokenizer."""
+def _forms(model: str, weights: str, dtype: str, everything: bool) -> list[str]:
+    """How the weights are held, one after the other: packed, bfloat16, float32."""
+    spec, checkpoint, _ = open_model(resolve(model))
+    backend = choose().backend
+    if weights != "auto" or dtype != "auto":
+        return [held_as(spec, checkpoint, backend, weights, dtype).name]
+    packed = [PACKED] if can_pack(spec, checkpoint) else []
+    if everything:
+        return [*packed, BFLOAT16.name, FLOAT32.name]
+    return packed or [BFLOAT16.name]
+
+
+def load_subject(
+    model: str, variant: str, form: str | DType, kv_dtype: DType | None = None
+) -> tuple[Subject, Tokenizer]:
+    """A model's weights on one kernel variant, held as ``form`` (packed or an element type), and its tokenizer."""
     source = resolve(model)
     spec, checkpoint, tokenizer = open_model(source)
     spec = fix_context(spec, default_context(spec))
-    require_memory(spec, dtype, source.name)
-    weights = load_weights(spec, checkpoint, NativeBackend(variant), dtype)
+    backend = NativeBackend(variant)
+    held = held_as(spec, checkpoint, backend, form if isinstance(form, str) else form.name)
+    held.require_memory(source.name)
+    weights = load_weights(spec, checkpoint, backend, held.dtype, packed=held.packed)
 
     def threads(count: int | None) -> Backend:
         return NativeBackend(variant, count)
 
-    return Subject(source.name, spec, weights, kv_dtype or dtype, threads), tokenizer
+    return Subject(source.name, spec, weights, kv_dtype or held.dtype, threads), tokenizer
 
 
 def text_tokens(tokenizer: Tokenizer, spec: ModelSpec, count: int) -> list[int]:
@@ -128,7 +144,8 @@ def _other_process(model: str, subject: Subject, tokens: Sequence[int], expected
     """The same tokens in a process of its own, cut in pieces of 77."""
     backend = subject.threads(None)
     assert isinstance(backend, NativeBackend)
-    job = {"model": model, "variant": backend.variant, "dtype": subject.weights.dtype.name, "tokens": list(tokens)}
+    form = PACKED if subject.weights.packed else subject.weights.dtype.name
+    job = {"model": model, "variant": backend.variant, "form": form, "tokens": list(tokens)}
     child = subprocess.run(
         [sys.executable, "-m", "kvist.verify.run"], input=json.dumps(job), capture_output=True, text=True, check=False
     )
@@ -149,7 +166,7 @@ def _other_process(model: str, subject: Subject, tokens: Sequence[int], expected
 
 def _child() -> None:
     job = json.loads(sys.stdin.read())
-    subject, _ = load_subject(job["model"], job["variant"], parse_dtype(job["dtype"]))
+    subject, _ = load_subject(job["model"], job["variant"], job["form"])
     course = Course(subject, length=len(job["tokens"]), step_tokens=len(job["tokens"]))
     lane = in_chunks(77)(course, job["tokens"])
     digests = [lane.digests[p].hex() for p in range(len(job["tokens"]))]
