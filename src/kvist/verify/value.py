@@ -10,7 +10,7 @@ from torch import Tensor
 from kvist.base.dtypes import FLOAT32
 from kvist.kernels.ops import NormWeight, Weight
 from kvist.spec.model import Attention
-from kvist.verify.compare import KL_BFLOAT16, KL_PACKED, LOGITS, kl_divergence, relative_error
+from kvist.verify.compare import KL_BFLOAT16, KL_PACKED, KL_PACKED_PRODUCTS, LOGITS, kl_divergence, relative_error
 from kvist.verify.course import Course, Subject
 from kvist.verify.judge import judge_logits
 from kvist.verify.report import FirstDifference, LawRow
@@ -76,9 +76,11 @@ def check_value(subject: Subject, tokens: Sequence[int], positions: Sequence[int
         broken = int((~torch.isfinite(actual)).sum())
         where = FirstDifference(position, None, "by value", float("nan"), broken)
         return LawRow(law, "float64 judge", len(positions), False, where, "logits are not finite")
-    if subject.weights.dtype != FLOAT32 or subject.kv_dtype != FLOAT32:
+    rounded = subject.kv_dtype != FLOAT32
+    if subject.weights.packed or subject.weights.dtype != FLOAT32 or rounded:
         divergence = kl_divergence(actual, expected)
-        allowed = KL_PACKED if subject.weights.packed else KL_BFLOAT16
+        packed = KL_PACKED if rounded else KL_PACKED_PRODUCTS
+        allowed = packed if subject.weights.packed else KL_BFLOAT16
         ok, detail = divergence <= allowed, f"mean KL {divergence:.2e} nats to float64, {allowed:.0e} allowed"
     else:
         error = relative_error(actual, expected)
