@@ -8,9 +8,9 @@
 namespace kvist {
 
 enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, packed = 3 };
-enum class OpKind : int32_t { embed, linear, append, attend, norm_add };
-enum class Epilogue : int32_t { store, add, glu };
-enum class Activation : int32_t { silu, gelu_tanh };
+enum class OpKind : int32_t { embed, linear, append, attend, norm_add, normalise };
+enum class Epilogue : int32_t { store, add, glu, act };
+enum class Activation : int32_t { silu, gelu_tanh, gelu };
 
 constexpr int SPLIT = 128;  // keys of one attention split, at absolute positions
 constexpr int TILE = 16;    // positions of one K tile
@@ -39,13 +39,17 @@ struct Store {  // one layer's blocks; see LayerStore in ops.py for the format
 
 struct Op {
   OpKind kind{};
-  // embed, linear, norm_add
+  // embed, linear, norm_add, normalise
   Weight weight;
+  Weight places;  // embed: learned positions [positions, K], or no data
   const void* source = nullptr;
   void* out = nullptr;
   int64_t source_stride = 0, out_stride = 0;  // elements
-  Type act = Type::f32;                       // element type of an act source or act output
+  Type act = Type::f32;                       // element type of an act output
+  Type source_type = Type::f32;
   const float* norm = nullptr;
+  const float* norm_bias = nullptr;
+  bool centred = false;                       // layer norm: the mean is taken off first
   float eps = 0, scale = 1, softcap = 0;      // softcap 0: none
   const float* bias = nullptr;
   Epilogue epilogue = Epilogue::store;

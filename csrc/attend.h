@@ -16,6 +16,20 @@ struct Cut {
   int64_t record;                  // floats of one row's result: maximum, sum, values
 };
 
+// The splits that queries at positions first..last see: those of the sinks, then those from the window's on. `at` counts
+// them from 0, so that what lies between the two is neither walked nor given room.
+struct Road {
+  int64_t sinks, begin, end;
+  int64_t count() const { return sinks + end - begin; }
+  int64_t at(int64_t i) const { return i < sinks ? i : begin + i - sinks; }
+  int64_t index(int64_t split) const { return split < sinks ? split : split - begin + sinks; }
+  bool has(int64_t split) const { return split < sinks || (split >= begin && split < end); }
+};
+inline Road road_of(const Op& op, int64_t first, int64_t last) {
+  const int64_t begin = op.window ? std::max<int64_t>(0, first - op.window + 1) / SPLIT : 0;
+  return {std::min<int64_t>(begin, (op.sinks + SPLIT - 1) / SPLIT), begin, last / SPLIT + 1};
+}
+
 inline Cut cut_of(const Op& op, const Step& step) {
   const int64_t group = op.num_heads / op.store.kv_heads, width = (op.store.v_head_dim + LANES - 1) / LANES * LANES;
   const Table& table = step.tables[op.store.group];
@@ -26,7 +40,7 @@ inline Cut cut_of(const Op& op, const Step& step) {
     const int64_t n = step.starts[b + 1] - step.starts[b];
     if (n == 0) continue;
     c.units += (n + c.tokens_per_unit - 1) / c.tokens_per_unit * op.store.kv_heads;
-    splits = std::max<int64_t>(splits, step.positions[step.starts[b + 1] - 1] / SPLIT + 1);
+    splits = std::max(splits, road_of(op, step.positions[step.starts[b]], step.positions[step.starts[b + 1] - 1]).count());
     few = few && n <= 4;
     shared = shared || table.lead[size_t(b)] > 0;
   }
@@ -74,9 +88,9 @@ template <class E> struct Attending {
       clear(rows.count);
       for (int64_t r = 0; r < rows.count; ++r) state[r] = {-__builtin_inff(), 0};
       std::fill(sums, sums + rows.count * width, 0.0f);
-      const int64_t last = rows.position[rows.count - 1] / SPLIT;
-      for (int64_t s = first_split(rows.position[0]); s <= last; ++s)
-        pass(request, head, s, rows.count, [&](int64_t row, int n, const Partial* part) {
+      const Road road = road_of(op, rows.position[0], rows.position[rows.count - 1]);
+      for (int64_t j = 0; j < road.count(); ++j)
+        pass(request, head, road.at(j), rows.count, [&](int64_t row, int n, const Partial* part) {
           fold(n, state + row, sums + row * width, [&](int r) { return part[r]; }, [&](int r) { return a->values + r * width; }, width);
         });
       for (int64_t r = 0; r < rows.count; ++r) a->finish(rows.token[r], rows.head[r], state[r], sums + r * width);
@@ -92,15 +106,18 @@ template <class E> struct Attending {
     share(team, total, 1, [&](int64_t i) {
       int64_t b = 0;  // which request, kv head and run of splits is item i
       for (int64_t n; i >= (n = items(b)); ++b) i -= n;
-      const int64_t head = i % heads, s0 = from + i / heads * c.per_item, s1 = std::min(to, s0 + c.per_item);
+      const int64_t head = i % heads, first = from + i / heads * c.per_item, stop = std::min(to, first + c.per_item);
+      const Road way = road(b);
       rows.count = 0;
       take_rows(b, head);
-      gather_followers(table, b, head, s0);
+      gather_followers(table, b, head, way.at(first));
       clear(rows.count);
-      for (int64_t s = s0; s < s1; ++s)
-        pass(b, head, s, present(table, b, s), [&](int64_t row, int n, const Partial* part) {
+      for (int64_t j = first; j < stop; ++j)
+        pass(b, head, way.at(j), present(table, b, way.at(j)), [&](int64_t row, int n, const Partial* part) {
           for (int r = 0; r < n; ++r) {
-            float* out = record(rows.token[row + r], rows.head[row + r], s);
+            const Road own = road_of(op, rows.position[row + r], rows.position[row + r]);
+            if (!own.has(way.at(j))) continue;
+            float* out = record(rows.token[row + r], rows.head[row + r], own.index(way.at(j)));
             out[0] = part[r].m; out[1] = part[r].l;
             std::memcpy(out + 2, a->values + r * width, size_t(width) * 4);
           }
@@ -123,23 +140,22 @@ template <class E> struct Attending {
     }
   }
 
-  int64_t first_split(int64_t position) const {
-    return op.window && !op.sinks ? std::max<int64_t>(0, position - op.window + 1) / SPLIT : 0;
+  Road road(int64_t request) const {
+    return road_of(op, step.positions[step.starts[request]], step.positions[step.starts[request + 1] - 1]);
   }
 
-  // Splits that request b reads itself; those before `from` are read by its leader.
+  // Of the splits that request b sees, counted along its road, those that it reads itself: the first are its leader's.
   void span(const Table& table, int64_t b, int64_t& from, int64_t& to) const {
     if (step.starts[b] == step.starts[b + 1]) { from = to = 0; return; }
-    to = step.positions[step.starts[b + 1] - 1] / SPLIT + 1;
-    from = std::max(first_split(step.positions[step.starts[b]]), shared_splits(table, b));
-    from = std::min(from, to);
+    to = road(b).count();
+    from = std::min(shared_splits(table, b), to);
   }
   int64_t shared_splits(const Table& table, int64_t b) const {
     const int64_t leader = table.leader[size_t(b)];
     if (leader == b || step.starts[b] == step.starts[b + 1] || step.starts[leader] == step.starts[leader + 1]) return 0;
     // Only splits that both have whole: a later one may be read by each on its own.
     const int64_t reach = std::min(step.positions[step.starts[leader]], step.positions[step.starts[b]]) / SPLIT;
-    if (first_split(step.positions[step.starts[leader]]) != 0) return 0;
+    if (road(leader).begin || road(b).begin) return 0;
     return std::min(reach, int64_t(table.lead[size_t(b)]) * op.store.block_size / SPLIT);
   }
   void take_rows(int64_t b, int64_t head) {
@@ -159,8 +175,8 @@ template <class E> struct Attending {
     return n * group;
   }
 
-  float* record(int64_t token, int64_t head, int64_t split) const {
-    return parted + ((token * op.num_heads + head) * c.splits + split) * c.record;
+  float* record(int64_t token, int64_t head, int64_t i) const {
+    return parted + ((token * op.num_heads + head) * c.splits + i) * c.record;
   }
 
   void clear(int64_t count) { std::fill(packed, packed + (count + MAX_ROWS - 1) / MAX_ROWS, 0); }
@@ -184,13 +200,13 @@ template <class E> struct Attending {
 
   // Results of one token's heads head..head+group-1, in order of their splits.
   void merge(int64_t token, int64_t head) {
-    const int64_t first = first_split(step.positions[token]), last = step.positions[token] / SPLIT;
+    const int64_t splits = road_of(op, step.positions[token], step.positions[token]).count();
     for (int64_t h0 = 0; h0 < group; h0 += LANES) {
       const int count = int(std::min<int64_t>(LANES, group - h0));
       for (int r = 0; r < count; ++r) state[r] = {-__builtin_inff(), 0};
       std::fill(sums, sums + count * width, 0.0f);
-      for (int64_t s = first; s <= last; ++s) {
-        auto from = [&](int r) { return record(token, head + h0 + r, s); };
+      for (int64_t j = 0; j < splits; ++j) {
+        auto from = [&](int r) { return record(token, head + h0 + r, j); };
         fold(count, state, sums, [&](int r) { return Partial{from(r)[0], from(r)[1]}; }, [&](int r) { return from(r) + 2; }, width);
       }
       for (int r = 0; r < count; ++r) a->finish(token, head + h0 + r, state[r], sums + r * width);

@@ -13,7 +13,7 @@ static void exec(const Op& op, const Step& step, Team& team) {
     case OpKind::linear: linear(op, step, team); break;
     case OpKind::append: append(op, step, team); break;
     case OpKind::attend: attend(op, step, team); break;
-    case OpKind::norm_add: norm_add(op, step, team); break;
+    case OpKind::norm_add: case OpKind::normalise: norm_add(op, step, team); break;
   }
 }
 

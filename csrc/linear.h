@@ -75,15 +75,22 @@ struct Output {
   KV_INLINE void plain(int64_t r, int64_t column, int64_t end, vf y) const {
     const int64_t count = std::min<int64_t>(LANES, end - column);
     if (count <= 0) return;
+    if (op.epilogue == Epilogue::act) {
+      if (op.bias) y = add(y, count == LANES ? load(op.bias + column) : load_some(op.bias + column, count));
+      keep(r, column, count, activate(op.activation, y));
+      return;
+    }
     float* out = (float*)op.out + r * op.out_stride + column;
     if (count == LANES) {
       if (op.bias) y = add(y, load(op.bias + column));
+      if (op.scale != 1) y = mul(y, set1(op.scale));
       if (op.softcap != 0) y = cap(y, op.softcap);
       if (op.epilogue == Epilogue::add) y = add(load(out), y);
       store(out, y);
       return;
     }
     if (op.bias) y = add(y, load_some(op.bias + column, count));
+    if (op.scale != 1) y = mul(y, set1(op.scale));
     if (op.softcap != 0) y = cap(y, op.softcap);
     if (op.epilogue == Epilogue::add) y = add(load_some(out, count), y);
     store_some(out, y, count);
@@ -95,8 +102,12 @@ struct Output {
       gate = add(gate, load_some(op.bias + column, count));
       up = add(up, load_some(op.bias + half + column, count));
     }
+    keep(r, column, count, mul(activate(op.activation, gate), up));
+  }
+  // `count` columns in the act type, each rounded once.
+  KV_INLINE void keep(int64_t r, int64_t column, int64_t count, vf x) const {
     float y[LANES];
-    store(y, mul(activate(op.activation, gate), up));
+    store(y, x);
     if (op.act == Type::bf16) {
       uint16_t* out = (uint16_t*)op.out + r * op.out_stride + column;
       if (count == LANES) store_bf16(out, load(y));
@@ -112,9 +123,9 @@ struct Output {
 inline void pack_a(const Op& op, const Step& step, int64_t r, int64_t rows, uint8_t* tile, int64_t lane, float* temp) {
   const int64_t k = op.weight.k, from = op.wanted ? step.rows[r] : r;
   uint32_t* out = (uint32_t*)tile;
-  if (op.norm || op.act == Type::f32) {
+  if (op.source_type == Type::f32) {
     const float* x = (const float*)op.source + from * op.source_stride;
-    if (op.norm) { rms_norm(x, op.norm, op.eps, k, temp); x = temp; }
+    if (op.norm) { row_norm(op, x, k, temp); x = temp; }
     if (op.weight.type == Type::f32) {
       for (int64_t i = 0; i < k; ++i) std::memcpy(out + i * rows + lane, x + i, 4);
     } else {

@@ -132,18 +132,25 @@ NB_MODULE(_native, m) {
         new (self) Program(kernels_named(kernels), threads);
       }, "kernels"_a, "threads"_a)
       .def("__len__", &Program::size)
-      .def("embed", [](Program& p, const Weight& w, float scale, Address out, int64_t out_stride) {
+      .def("embed", [](Program& p, const Weight& w, float scale, Address out, int64_t out_stride, const Weight* places) {
         Op op; op.kind = OpKind::embed; op.weight = w; op.scale = scale; op.out = (void*)out; op.out_stride = out_stride;
+        if (places) {
+          if (places->k != w.k) throw std::invalid_argument("learned positions are as wide as the embedding");
+          op.places = *places;
+        }
         p.add(op);
-      }, "weight"_a, "scale"_a, "out"_a, "out_stride"_a)
-      .def("linear", [](Program& p, const Weight& w, Address source, int64_t source_stride, Address out, int64_t out_stride, int act, int epilogue, int activation, Address norm, float eps, Address bias, bool wanted, float softcap) {
+      }, "weight"_a, "scale"_a, "out"_a, "out_stride"_a, "places"_a.none())
+      .def("linear", [](Program& p, const Weight& w, Address source, int64_t source_stride, Address out, int64_t out_stride, int source_type, int act, int epilogue, int activation, Address norm, float eps, Address norm_bias, bool centred, Address bias, bool wanted, float scale, float softcap) {
         Op op; op.kind = OpKind::linear; op.weight = w; op.source = (const void*)source; op.source_stride = source_stride;
-        op.out = (void*)out; op.out_stride = out_stride; op.act = type_of(act); op.epilogue = Epilogue(epilogue); op.activation = Activation(activation);
-        op.norm = (const float*)norm; op.eps = eps; op.bias = (const float*)bias; op.wanted = wanted; op.softcap = softcap;
+        op.out = (void*)out; op.out_stride = out_stride; op.source_type = type_of(source_type); op.act = type_of(act); op.epilogue = Epilogue(epilogue); op.activation = Activation(activation);
+        op.norm = (const float*)norm; op.eps = eps; op.norm_bias = (const float*)norm_bias; op.centred = centred;
+        op.bias = (const float*)bias; op.wanted = wanted; op.scale = scale; op.softcap = softcap;
         if (w.glu != (op.epilogue == Epilogue::glu)) throw std::invalid_argument("the glu epilogue goes with a glu weight");
+        if (op.source_type != Type::f32 && (norm || op.source_type != w.type))
+          throw std::invalid_argument("a source is float32, or without norm of the weight's own type");
         if (op.act != Type::f32 && op.act != w.type) throw std::invalid_argument("activations are float32, or of the weight's own type");
         p.add(op);
-      }, "weight"_a, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "act"_a, "epilogue"_a, "activation"_a, "norm"_a, "eps"_a, "bias"_a, "wanted"_a, "softcap"_a)
+      }, "weight"_a, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "source_type"_a, "act"_a, "epilogue"_a, "activation"_a, "norm"_a, "eps"_a, "norm_bias"_a, "centred"_a, "bias"_a, "wanted"_a, "scale"_a, "softcap"_a)
       .def("append", [](Program& p, const Store& s, Address qkv, int64_t stride, Address q_out, int64_t q_stride, int num_heads, float scale, int rotary, Address cos, Address sin, int64_t rope_rows, Address q_norm, Address k_norm, float eps) {
         Op op; op.kind = OpKind::append; op.store = s; op.source = (const void*)qkv; op.source_stride = stride; op.out = (void*)q_out; op.out_stride = q_stride;
         op.num_heads = num_heads; op.scale = scale; op.rotary = rotary; op.cos = (const float*)cos; op.sin = (const float*)sin; op.rope_rows = rope_rows;
@@ -156,11 +163,12 @@ NB_MODULE(_native, m) {
         if (num_heads % s.kv_heads) throw std::invalid_argument("num_heads must be a multiple of num_kv_heads");
         p.add(op);
       }, "store"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "act"_a, "num_heads"_a, "window"_a, "sinks"_a, "softcap"_a)
-      .def("norm_add", [](Program& p, Address source, int64_t source_stride, Address out, int64_t out_stride, int64_t width, Address norm, float eps) {
-        Op op; op.kind = OpKind::norm_add; op.source = (const void*)source; op.source_stride = source_stride; op.out = (void*)out; op.out_stride = out_stride;
+      .def("norm_add", [](Program& p, Address source, int64_t source_stride, Address out, int64_t out_stride, int64_t width, Address norm, float eps, Address norm_bias, bool centred, bool add) {
+        Op op; op.kind = add ? OpKind::norm_add : OpKind::normalise; op.norm_bias = (const float*)norm_bias; op.centred = centred;
+        op.source = (const void*)source; op.source_stride = source_stride; op.out = (void*)out; op.out_stride = out_stride;
         op.weight.k = width; op.norm = (const float*)norm; op.eps = eps;
         p.add(op);
-      }, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "width"_a, "norm"_a, "eps"_a)
+      }, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "width"_a, "norm"_a, "eps"_a, "norm_bias"_a, "centred"_a, "add"_a)
       .def("run", [](Program& p, Address tokens, Address positions, Address starts, int64_t num_tokens, int64_t num_requests,
                      const std::vector<std::tuple<Address, int64_t>>& tables, Address rows, int64_t num_rows, size_t first, size_t last) {
         if (first > last || last > p.size()) throw std::invalid_argument("no such run of operations");

@@ -157,7 +157,7 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
   Rounded* a = few ? (Rounded*)(mine + temp_bytes + y_bytes + opened) : (Rounded*)team.common;
   auto prepare = [&](int64_t r) {
     const float* x = (const float*)op.source + (op.wanted ? step.rows[r] : r) * op.source_stride;
-    if (op.norm) { rms_norm(x, op.norm, op.eps, k, temp); x = temp; }
+    if (op.norm) { row_norm(op, x, k, temp); x = temp; }
     round_row(x, k, a + r * blocks);
   };
   if (!few) share(team, m, 8, prepare);

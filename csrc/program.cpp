@@ -99,6 +99,10 @@ static void validate(const Op& op, const Step& step) {
     for (int64_t t = 0; t < step.num_tokens; ++t)
       if (step.tokens[t] < 0 || step.tokens[t] >= op.weight.n)
         throw std::out_of_range("token " + std::to_string(step.tokens[t]) + " in a vocabulary of " + std::to_string(op.weight.n));
+    if (op.places.data)
+      for (int64_t t = 0; t < step.num_tokens; ++t)
+        if (step.positions[t] < 0 || step.positions[t] >= op.places.n)
+          throw std::out_of_range("position " + std::to_string(step.positions[t]) + " of " + std::to_string(op.places.n) + " learned ones");
   } else if (op.kind == OpKind::append) {
     const Table& table = step.tables[op.store.group];
     for (int64_t b = 0; b < step.num_requests; ++b)

@@ -293,4 +293,36 @@ KV_INLINE vf tanh(vf x) {
   return select(less(a, set1(0.625f)), small, big);
 }
 
+// erf within 2e-7: x P(x^2) below 1, else 1 - exp(-R(|x|)) with R fitted to -ln erfc on [1, 4]; from 4 on it is 1.
+KV_INLINE vf erf(vf x) {
+  vf a, small, tail;
+  KV_EACH(
+    a.p[i_] = (part_f)((part_u)x.p[i_] & 0x7fffffffu);
+    part_f v = x.p[i_], z = v * v;
+    part_f q = part_f{} + -9.673590238e-06f;
+    q = part_fma(q, z, part_f{} + 1.126825370e-04f);
+    q = part_fma(q, z, part_f{} + -8.484396524e-04f);
+    q = part_fma(q, z, part_f{} + 5.221053411e-03f);
+    q = part_fma(q, z, part_f{} + -2.686543831e-02f);
+    q = part_fma(q, z, part_f{} + 1.128378262e-01f);
+    q = part_fma(q, z, part_f{} + -3.761263848e-01f);
+    q = part_fma(q, z, part_f{} + 1.128379167e+00f);
+    small.p[i_] = v * q;
+    part_i far = a.p[i_] > 4.0f;
+    part_f t = (part_f)(((part_i)a.p[i_] & ~far) | ((part_i)(part_f{} + 4.0f) & far));
+    part_f r = part_f{} + 1.330939038e-05f;
+    r = part_fma(r, t, part_f{} + -3.175720344e-04f);
+    r = part_fma(r, t, part_f{} + 3.436867597e-03f);
+    r = part_fma(r, t, part_f{} + -2.262198592e-02f);
+    r = part_fma(r, t, part_f{} + 1.033189800e-01f);
+    r = part_fma(r, t, part_f{} + 6.390933195e-01f);
+    r = part_fma(r, t, part_f{} + 1.125925949e+00f);
+    r = part_fma(r, t, part_f{} + 7.569686285e-04f);
+    tail.p[i_] = -r;
+  )
+  vf wide = sub(set1(1.0f), exp(tail));
+  KV_EACH(wide.p[i_] = (part_f)((part_u)wide.p[i_] | ((part_u)x.p[i_] & 0x80000000u));)
+  return select(less(a, set1(1.0f)), small, wide);
+}
+
 }  // namespace KVIST_VARIANT

@@ -34,6 +34,14 @@ class Kind:
     sinks: int = 0
     bias: bool = False
     activation: str = "silu"
+    whole_qk_norm: bool = False
+    pre_norms: bool = True
+    gated: bool = True
+    norm: str = "rms"
+    parallel: bool = False
+    shared_norm: bool = False
+    learned: bool = False
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of the embedding, the residual, the logits
 
 
 KINDS = {
@@ -45,13 +53,25 @@ KINDS = {
     "window across splits": Kind(windows=(200, None)),
     "soft cap, biases, partial rotation": Kind(softcap=5.0, bias=True, rotary=8),
     "no rotation": Kind(rotary=0),
+    "norms behind, whole heads normalised": Kind(
+        qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, windows=(None, 90)
+    ),
+    "layer norms, learned positions, no gate": Kind(
+        norm="layer", gated=False, rotary=0, learned=True, bias=True, activation="gelu_tanh"
+    ),
+    "parallel branches": Kind(norm="layer", gated=False, parallel=True, rotary=4, bias=True, activation="gelu"),
+    "parallel branches, one norm": Kind(
+        norm="layer", gated=False, parallel=True, shared_norm=True, kv_heads=1, activation="gelu"
+    ),
+    "multipliers": Kind(scales=(3.0, 0.4, 0.3), windows=(None, None)),
+    "windows behind sinks": Kind(windows=(40, 140), sinks=5),
 }
 
 
 def spec_of(kind: Kind) -> ModelSpec:
     """The kind as a model's facts."""
     rotary = kind.head_dim if kind.rotary is None else kind.rotary
-    norm = Norm("rms", 1e-5)
+    norm = Norm(kind.norm, 1e-5, bias=kind.norm == "layer")
     layers = tuple(
         LayerSpec(
             attention=Attention(
@@ -63,18 +83,36 @@ def spec_of(kind: Kind) -> ModelSpec:
                 window=window,
                 rope=Rope(10000.0, rotary) if rotary else None,
                 qk_norm=kind.qk_norm,
+                qk_norm_whole=kind.whole_qk_norm,
                 qkv_bias=kind.bias,
                 out_bias=kind.bias,
                 softcap=kind.softcap,
                 sinks=kind.sinks if window else 0,
             ),
-            feed_forward=FeedForward(80, kind.activation, kind.bias),
+            feed_forward=FeedForward(80, kind.activation, kind.bias, kind.gated),
             norm=norm,
             post_norms=kind.post_norms,
+            pre_norms=kind.pre_norms,
+            parallel=kind.parallel,
+            shared_norm=kind.shared_norm,
+            residual_scale=kind.scales[1],
         )
         for window in kind.windows
     )
-    return ModelSpec("random", "random", HIDDEN, VOCAB, layers, norm, 4096, True, "float32")
+    return ModelSpec(
+        architecture="random",
+        family="random",
+        hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        layers=layers,
+        norm=norm,
+        max_position=4096,
+        tied_embeddings=True,
+        dtype="float32",
+        embedding_scale=kind.scales[0],
+        logit_scale=kind.scales[2],
+        learned_positions=512 if kind.learned else None,
+    )
 
 
 @cache
@@ -96,32 +134,40 @@ def subject_of(kind: Kind, dtype: DType, backend: Backend, name: str = "random")
         weight.fill(0, 2 * values(n, k))
         return weight
 
-    def norm(width: int) -> NormWeight:
-        return NormWeight(1 + 0.3 * torch.randn(width, generator=draw), 1e-5)
+    def norm(width: int, kind: str = "rms") -> NormWeight:
+        weight = 1 + 0.3 * torch.randn(width, generator=draw)
+        if kind == "rms":
+            return NormWeight(weight, 1e-5)
+        return NormWeight(weight, 1e-5, 0.3 * torch.randn(width, generator=draw), centred=True)
 
     def layer(spec_layer: LayerSpec) -> LayerWeights:
         a, ffn = spec_layer.attention, spec_layer.feed_forward.intermediate_size
         assert isinstance(a, Attention)
+        gated, heads = spec_layer.feed_forward.gated, (a.num_heads, a.num_kv_heads) if kind.whole_qk_norm else (1, 1)
+        first = norm(HIDDEN, kind.norm) if kind.pre_norms else None
+        second = first if kind.shared_norm or not kind.pre_norms else norm(HIDDEN, kind.norm)
         qkv = (a.num_heads + a.num_kv_heads) * a.head_dim + a.num_kv_heads * a.v_head_dim
         return LayerWeights(
-            input_norm=norm(HIDDEN),
+            input_norm=first,
             qkv=matrix(qkv, HIDDEN),
             qkv_bias=values(qkv) if kind.bias else None,
-            q_norm=norm(a.head_dim) if a.qk_norm else None,
-            k_norm=norm(a.head_dim) if a.qk_norm else None,
+            q_norm=norm(heads[0] * a.head_dim) if a.qk_norm else None,
+            k_norm=norm(heads[1] * a.head_dim) if a.qk_norm else None,
             o=matrix(HIDDEN, a.num_heads * a.v_head_dim),
             o_bias=values(HIDDEN) if kind.bias else None,
             post_attention_norm=norm(HIDDEN) if kind.post_norms else None,
-            pre_ffn_norm=norm(HIDDEN),
-            gate_up=matrix(2 * ffn, HIDDEN, glu=True),
-            gate_up_bias=values(2 * ffn) if kind.bias else None,
+            pre_ffn_norm=second,
+            gate_up=matrix(2 * ffn if gated else ffn, HIDDEN, glu=gated),
+            gate_up_bias=values(2 * ffn if gated else ffn) if kind.bias else None,
             down=matrix(HIDDEN, ffn),
             down_bias=values(HIDDEN) if kind.bias else None,
             post_ffn_norm=norm(HIDDEN) if kind.post_norms else None,
         )
 
     embed = matrix(VOCAB, HIDDEN)
-    weights = ModelWeights(dtype, embed, tuple(layer(x) for x in spec.layers), norm(HIDDEN), embed)
+    layers = tuple(layer(x) for x in spec.layers)
+    positions = matrix(512, HIDDEN) if kind.learned else None
+    weights = ModelWeights(dtype, embed, layers, norm(HIDDEN, kind.norm), embed, positions)
 
     def threads(count: int | None) -> Backend:
         if isinstance(backend, NativeBackend):

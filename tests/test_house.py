@@ -45,12 +45,12 @@ MACHINE_PATHS = re.compile(
     "|".join([r"\.\./" + "shared", "/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "/tmp/" + r"\w"])
 )
 
-ENVIRONMENT = {"KVIST_KERNELS", "XDG_CACHE_HOME"}
+ENVIRONMENT = {"KVIST_KERNELS", "OLLAMA_MODELS", "XDG_CACHE_HOME"}
 FLAGS: dict[str, set[str]] = {
     "run": {
         *("--max-tokens", "-n", "--ctx-size", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
         *("--threads", "--weights", "--dtype", "--kv-cache-dtype", "--block-size", "--system", "--prompt-file"),
-        *("--no-chat-template", "--no-cache", "--json"),
+        *("--no-chat-template", "--no-cache", "--kv-window", "--kv-sinks", "--json"),
     },
     "plan": {
         *("--ctx-size", "--max-model-len", "--max-num-seqs", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),

@@ -191,7 +191,7 @@ def start(options: argparse.Namespace, folder: Path) -> list[Engine]:
     engines = []
     for python, script, arguments, environment in wanted:
         try:
-            # GNU OpenMP reads this when it starts: the threads of an engine that waits must leave the processors.
+            # Engines that size their team by OpenMP's default must not take more processors than kvist.
             engine = Engine(python, script, arguments, {"OMP_NUM_THREADS": str(options.threads)} | environment)
         except (RuntimeError, OSError) as error:
             print(f"{script} {' '.join(arguments[3:])}: left out, {error}", file=sys.stderr)

@@ -197,11 +197,11 @@ static void layer(const Kernels& kernels, const Shape& s) {
       auto linear = [&](const Matrix& w, const Bytes& source, int64_t stride, Bytes& out, int64_t out_stride, Epilogue epilogue) -> Op& {
         Op op;
         op.kind = OpKind::linear; op.weight = w.weight; op.source = source.data.get(); op.source_stride = stride;
-        op.out = out.data.get(); op.out_stride = out_stride; op.act = s.act; op.epilogue = epilogue;
+        op.out = out.data.get(); op.out_stride = out_stride; op.act = op.source_type = s.act; op.epilogue = epilogue;
         ops.push_back(op);
         return ops.back();
       };
-      auto normed = [&](Op& op) { op.norm = norm.as<float>(); op.eps = 1e-5f; };
+      auto normed = [&](Op& op) { op.source_type = Type::f32; op.norm = norm.as<float>(); op.eps = 1e-5f; };
       Op op;
       op.kind = OpKind::embed; op.weight = embed.weight; op.scale = 1.5f; op.out = x.data.get(); op.out_stride = hidden;
       ops.push_back(op);
@@ -232,7 +232,8 @@ static void layer(const Kernels& kernels, const Shape& s) {
       ops.push_back(op);
       Op& head = linear(embed, x, hidden, logits, vocab, Epilogue::store);
       normed(head);
-      head.wanted = true;
+      head.wanted = head.centred = true;
+      head.norm_bias = norm.as<float>();
       head.softcap = s.softcap;
       run(kernels, ops, step, threads);
       for (int64_t b = 0; b < requests; ++b) written[size_t(b)] += steps[at][size_t(b)];

@@ -166,20 +166,26 @@ class Group:
         return kept * self.bytes_per_token
 
 
-def groups_of(spec: ModelSpec, dtype: DType, block_size: int) -> tuple[Group, ...]:
-    """The groups of a model's layers, in order of first appearance."""
-    members: dict[tuple[Rows, int | None], list[int]] = {}
+def groups_of(spec: ModelSpec, dtype: DType, block_size: int, ring_chunk: int | None = None) -> tuple[Group, ...]:
+    """The groups of a model's layers, in order of first appearance.
+
+    ``ring_chunk``: layers with a window behind sinks are kept in rings, with room for steps of that many tokens.
+    Without it their first blocks stay visible for ever, so nothing is given back and everything is counted.
+    """
+    members: dict[tuple[Rows, int | None, int], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         attention = layer.attention
-        # Behind sinks a window's first blocks stay visible for ever: nothing is given back, so all of it is counted.
-        bounded = isinstance(attention, Attention) and not attention.sinks
-        window = attention.window if isinstance(attention, Attention) and bounded else None
-        members.setdefault((rows_of(layer.attention), window), []).append(index)
-    addressing = Paged(block_size)
-    return tuple(
-        Group(index, tuple(layers), Layout(rows, dtype, addressing), window)
-        for index, ((rows, window), layers) in enumerate(members.items())
-    )
+        window, sinks = (attention.window, attention.sinks) if isinstance(attention, Attention) else (None, 0)
+        if window is None or (sinks and ring_chunk is None):
+            window, sinks = None, 0
+        members.setdefault((rows_of(attention), window, sinks), []).append(index)
+    groups = []
+    for index, ((rows, window, sinks), layers) in enumerate(members.items()):
+        addressing: Addressing = Paged(block_size)
+        if sinks and window is not None and ring_chunk is not None:
+            addressing = Ring(window + sinks, sinks, block_size, ring_chunk)
+        groups.append(Group(index, tuple(layers), Layout(rows, dtype, addressing), window))
+    return tuple(groups)
 
 
 def _channel(channel: int, width: int) -> int:

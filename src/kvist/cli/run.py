@@ -82,6 +82,15 @@ def command(
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Continue the text as it stands.")
     ] = False,
+    kv_window: Annotated[
+        int | None,
+        typer.Option(
+            help="Bounded memory: see only the newest N keys. Another function than the model's.", metavar="N"
+        ),
+    ] = None,
+    kv_sinks: Annotated[
+        int | None, typer.Option(help="With --kv-window: and the first N. Default: 4.", metavar="N")
+    ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Keep nothing: recompute every token at every step. Same text, slower.")
     ] = False,
@@ -97,6 +106,7 @@ def command(
 
       kvist run smollm2 "Write one sentence about the sea."
       kvist run gemma3 --temperature 0.8 --seed 7 "Once upon a time"
+      kvist run smollm2 --kv-window 1024 --kv-sinks 4 --ctx-size 100000 -n 50000 "Once upon a time"
       kvist run smollm2 --no-chat-template --stop . "The capital of France is"
       cat report.txt | kvist run model.gguf --ctx-size 4096 --json
     """
@@ -104,6 +114,7 @@ def command(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
     settings = _settings(ctx_size, weights, dtype, kv_cache_dtype, block_size, threads, no_cache)
+    settings |= _bounds(kv_window, kv_sinks)
     if no_chat_template and system is not None:
         raise UsageError("--system needs the chat template that --no-chat-template leaves out: drop one of them")
     text = read_prompt(prompt, prompt_file)
@@ -164,6 +175,14 @@ def _settings(
         "cache": not no_cache,
         "max_num_seqs": 1,
     }
+
+
+def _bounds(window: int | None, sinks: int | None) -> dict[str, int | None]:
+    if window is not None and window < 1:
+        raise UsageError(f"--kv-window is {window}: a query must see 1 key or more")
+    if sinks is not None and (window is None or sinks < 0):
+        raise UsageError(f"--kv-sinks is {sinks}: use 0 or more, together with --kv-window")
+    return {"kv_window": window, "kv_sinks": sinks}
 
 
 def _load(model: str, settings: dict[str, Any]) -> LLM:

@@ -21,6 +21,13 @@ class CacheFacts:
     shape: str
     ctx_size: int
     kept: bool
+    window: int | None = None  # of --kv-window
+    sinks: int = 0
+    notes: tuple[str, ...] = ()
+
+    def rows_kept(self, seen: int) -> int:
+        """Rows that a request of ``seen`` tokens still has in each bounded layer."""
+        return seen if self.window is None else min(seen, self.window + self.sinks)
 
 
 def cache_facts(llm: LLM) -> CacheFacts:
@@ -34,6 +41,9 @@ def cache_facts(llm: LLM) -> CacheFacts:
         shape=" + ".join(map(_shape, llm.engine.groups)),
         ctx_size=setup.ctx_size,
         kept=setup.cache,
+        window=setup.kv_window,
+        sinks=setup.kv_sinks,
+        notes=tuple(note for note in setup.spec.notes if note.startswith("LongRoPE")),
     )
 
 
@@ -59,6 +69,7 @@ class Totals:
     with_cache: int
     without_cache: int
     ending: str | None  # how the last one ended
+    tokens_seen: int = 0  # by the last one: every token but the last generated, which is only read
 
 
 def totals(completions: Sequence[Completion]) -> Totals:
@@ -78,11 +89,20 @@ def totals(completions: Sequence[Completion]) -> Totals:
         with_cache=sum(c.projections for c in completions),
         without_cache=sum(c.projections_without_cache for c in completions),
         ending=completions[-1].finish_reason if completions else None,
+        tokens_seen=_seen(completions[-1]) if completions else 0,
     )
+
+
+def _seen(completion: Completion) -> int:
+    return completion.prompt_tokens + max(0, completion.generated_tokens - 1)
 
 
 def as_object(run: Totals, cache: CacheFacts) -> dict[str, Any]:
     """The object that ``--json`` prints."""
+    held: dict[str, Any] = {"bytes": cache.nbytes, "bytes_per_token": cache.bytes_per_token, "dtype": cache.dtype}
+    held |= {"tokens_seen": run.tokens_seen, "rows_kept": cache.rows_kept(run.tokens_seen)}
+    if cache.window is not None:
+        held |= {"kv_window": cache.window, "kv_sinks": cache.sinks}
     return {
         "text": run.text,
         "prompt_tokens": run.prompt_tokens,
@@ -90,7 +110,7 @@ def as_object(run: Totals, cache: CacheFacts) -> dict[str, Any]:
         "prefill_tok_s": run.prefill_tok_s,
         "decode_tok_s": run.decode_tok_s,
         "ttft_s": run.ttft_s,
-        "cache": {"bytes": cache.nbytes, "bytes_per_token": cache.bytes_per_token, "dtype": cache.dtype},
+        "cache": held,
         "projections": {"with_cache": run.with_cache, "without_cache": run.without_cache},
     }
 
@@ -105,11 +125,18 @@ def as_lines(run: Totals, cache: CacheFacts) -> list[str]:
     ratio = f" ({times:.1f} times as many)" if times > 1 else ""
     ending = {"length": ", cut off at the limit", "abort": ", interrupted"}.get(run.ending or "", "")
     found = f" ({run.cached_tokens:,} of them in the cache)" if run.cached_tokens else ""
+    bounds = []
+    if cache.window is not None:
+        rows = f"{run.tokens_seen:,} tokens seen, {cache.rows_kept(run.tokens_seen):,} rows kept"
+        first = f"the first {cache.sinks} and " if cache.sinks else ""
+        bounds = [f"window       {rows}: {first}the newest {cache.window:,}; another function than full attention"]
     return [
         f"prompt       {run.prompt_tokens:,} tokens{found}{_rate(run.prefill_tok_s)}{wait}",
         f"generated    {run.generated_tokens:,} tokens{_rate(run.decode_tok_s)}{ending}",
         f"cache        {cache.bytes_per_token:,} bytes per token, {held}",
         f"             {cache.dtype}, keys and values of {cache.shape}",
+        *bounds,
+        *(f"             {note}" for note in cache.notes),
         f"projections  {run.with_cache:,} tokens through the layers; {run.without_cache:,} without a cache{ratio}",
     ]
 

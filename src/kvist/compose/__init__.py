@@ -6,6 +6,6 @@ for piece in llm.stream("Once upon a time", temperature=0.8): ...
 """
 
 from kvist.compose.llm import LLM, Completion, Prompt, Setup, Stream
-from kvist.compose.wiring import load, open_model
+from kvist.compose.wiring import default_context, load, open_model
 
-__all__ = ["LLM", "Completion", "Prompt", "Setup", "Stream", "load", "open_model"]
+__all__ = ["LLM", "Completion", "Prompt", "Setup", "Stream", "default_context", "load", "open_model"]

@@ -36,6 +36,8 @@ class Setup:
     weight_bytes: int
     cache_bytes: int
     bytes_per_token: int  # of the cache, while no window is full
+    kv_window: int | None = None  # bounded memory: the newest keys that a query sees,
+    kv_sinks: int = 0  # and the first
     weights: str = ""  # packed, or dtype; dtype is then that of the few matrices that GGUF has not quantised
 
 
@@ -192,6 +194,8 @@ class LLM:
         chosen = _sampling(sampling, settings)
         if isinstance(prompts, str):
             return self._complete([self._ids(prompts)], chosen, continuation=True)[0]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise UsageError(f"prompts is {prompts!r}: give a text, or a list of texts"[:200])
         return self._complete([self._ids(prompt) for prompt in prompts], chosen, continuation=True)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, **settings: Any) -> Stream:
@@ -229,7 +233,11 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         if prompt == "":
             raise UsageError("the prompt is empty: give at least one character to continue from")
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple) or not all(isinstance(token, int) for token in prompt):
+            raise UsageError(f"a prompt is a text or a list of token ids, not {prompt!r}"[:200])
+        return list(prompt)
 
     def _complete(self, prompts: Iterable[list[int]], sampling: Sampling, *, continuation: bool) -> list[Completion]:
         feeds: list[_Feed] = []

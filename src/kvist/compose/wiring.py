@@ -20,9 +20,11 @@ from kvist.model.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckp
 from kvist.model.decoder import Decoder
 from kvist.model.held import held_as
 from kvist.model.weights import load_weights
+from kvist.spec.bounded import bounded
 from kvist.spec.from_config import model_spec
 from kvist.spec.from_gguf import gguf_model
 from kvist.spec.model import ModelSpec
+from kvist.spec.rope import fix_context
 from kvist.spec.source import ModelSource, resolve
 from kvist.text.tokenizer import Tokenizer
 
@@ -31,6 +33,8 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes of the model's
 STEP_TOKENS = 512  # most tokens of one step, all requests together
 DEFAULT_CTX = 8192  # most tokens of a request when nobody says, if the model allows as many
 DEFAULT_BLOCK_SIZE = 64
+DEFAULT_SINKS = 4
+MOST_POSITIONS = 1 << 22  # of a bounded context: its rotation tables grow with it
 
 
 def load(
@@ -45,6 +49,8 @@ def load(
     max_num_seqs: int = 16,
     memory: int | None = None,
     cache: bool = True,
+    kv_window: int | None = None,
+    kv_sinks: int | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Load ``model``: an alias (``smollm2``, ``gemma3``), a ``.gguf`` file, or a folder of config.json and safetensors.
@@ -56,15 +62,20 @@ def load(
     bfloat16, or float32 where only the reference kernels run. ``kv_cache_dtype``: float32, bfloat16 or float16; auto
     is ``dtype``.
     ``max_num_seqs`` requests run at once; they share a pool of one context, or of as many tokens as ``memory`` bytes
-    hold. ``cache`` False keeps nothing and recomputes everything for each token. ``progress`` hears bytes read and
-    bytes in all.
+    hold. ``kv_window`` bounds the memory of a request whatever its length: a query sees the newest ``kv_window`` keys
+    and the first ``kv_sinks`` (by default 4), which is another function than full attention. ``cache`` False keeps
+    nothing and recomputes everything for each token. ``progress`` hears bytes read and bytes in all.
 
     Prints nothing. Raises what is wrong before anything large is allocated: UsageError, SpecError, FormatError,
     WeightsError, OutOfMemory.
     """
     source = resolve(str(model))
     spec, checkpoint, tokenizer = open_model(source)
-    ctx = _context(spec, ctx_size)
+    sinks = _sinks(kv_window, kv_sinks)
+    if kv_window is not None:
+        spec = bounded(spec, kv_window, sinks)
+    ctx = _context(spec, ctx_size, kv_window is not None)
+    spec = fix_context(spec, ctx)
     step_tokens = max(min(STEP_TOKENS, ctx), max_num_seqs)
     scheduler = SchedulerSettings(ctx, step_tokens, max_num_seqs)
     choice = choose(threads)
@@ -75,7 +86,7 @@ def load(
     )
     size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
     check_block_size(size)
-    groups = groups_of(spec, kv_dtype, size)
+    groups = groups_of(spec, kv_dtype, size, step_tokens)
     held.require_memory(source.name)
     blocks = _pool_blocks(groups, scheduler, memory)
     pool = Pool(groups, blocks, available=_room(held.nbytes, memory), chunk=step_tokens)
@@ -101,6 +112,8 @@ def load(
         weight_bytes=loaded.nbytes,
         cache_bytes=pool.nbytes,
         bytes_per_token=bytes_per_token(groups),
+        kv_window=kv_window,
+        kv_sinks=sinks,
     )
     return LLM(engine, tokenizer, spec.vocab_size, setup)
 
@@ -114,11 +127,27 @@ def open_model(source: ModelSource) -> tuple[ModelSpec, Checkpoint, Tokenizer]:
     return spec, SafetensorsCheckpoint(spec, source.shards()), Tokenizer.from_folder(source.path)
 
 
-def _context(spec: ModelSpec, ctx_size: int | None) -> int:
+def default_context(spec: ModelSpec) -> int:
+    """Tokens of a context when nobody says: the model's own limit, up to 8192."""
+    return min(spec.max_position, DEFAULT_CTX)
+
+
+def _sinks(window: int | None, sinks: int | None) -> int:
+    if window is None:
+        if sinks is not None:
+            raise UsageError(f"kv_sinks is {sinks} without kv_window: only a window leaves sinks behind")
+        return 0
+    return DEFAULT_SINKS if sinks is None else sinks
+
+
+def _context(spec: ModelSpec, ctx_size: int | None, bounded: bool) -> int:
     if ctx_size is None:
-        return min(spec.max_position, DEFAULT_CTX)
-    if not 1 <= ctx_size <= spec.max_position:
-        raise UsageError(f"ctx_size is {ctx_size}, but this model was made for 1 to {spec.max_position} positions")
+        return default_context(spec)
+    # In bounded memory a text may outgrow the model's range: how well it then reads is the user's to judge. Learned
+    # positions end where they end.
+    most = MOST_POSITIONS if bounded and spec.learned_positions is None else spec.max_position
+    if not isinstance(ctx_size, int) or not 1 <= ctx_size <= most:
+        raise UsageError(f"ctx_size is {ctx_size!r}, but this model was made for 1 to {spec.max_position} positions")
     return ctx_size
 
 
@@ -135,10 +164,11 @@ def _pool_blocks(groups: Sequence[Group], scheduler: SchedulerSettings, memory: 
     A window group needs no more than all windows at once, and no more than the tokens that there are.
     """
     ctx, sequences = scheduler.ctx_size, scheduler.max_num_seqs
-    most = [sequences * group.blocks_for(ctx, scheduler.max_tokens) for group in groups]
+    chunk = scheduler.max_tokens
+    bounds = [(group, sequences * group.blocks_for(ctx, chunk)) for group in groups]
 
     def blocks(tokens: int) -> tuple[int, ...]:
-        return tuple(min(-(-tokens // g.block_size), top) for g, top in zip(groups, most, strict=True))
+        return tuple(max(min(-(-tokens // g.block_size), top), g.blocks_for(1, chunk)) for g, top in bounds)
 
     low, high = ctx, ctx if memory is None else ctx * sequences
     while low < high:

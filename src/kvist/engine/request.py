@@ -94,7 +94,8 @@ class Sampling:
                     )
 
     def _check_stop(self) -> None:
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+        listed = isinstance(self.stop, tuple | list)
+        if not listed or not all(isinstance(text, str) for text in self.stop):
             raise BadSampling(f"stop is {self.stop!r}: give a tuple of strings")
         if not isinstance(self.stop, tuple):
             object.__setattr__(

@@ -17,7 +17,20 @@ from torch import Tensor
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.base.errors import KernelError
 from kvist.kernels.blockformat import why_not
-from kvist.kernels.ops import SPLIT, TILE, Append, Attend, Embed, LayerStore, Linear, NormAdd, Op, Step, torch_dtype
+from kvist.kernels.ops import (
+    SPLIT,
+    TILE,
+    Append,
+    Attend,
+    Embed,
+    LayerStore,
+    Linear,
+    NormAdd,
+    Normalise,
+    Op,
+    Step,
+    torch_dtype,
+)
 from kvist.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -25,8 +38,8 @@ if TYPE_CHECKING:
 
 _TYPES = {FLOAT32.name: 0, BFLOAT16.name: 1, FLOAT16.name: 2}
 _TORCH_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_EPILOGUES = {"store": 0, "add": 1, "glu": 2}
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_EPILOGUES = {"store": 0, "add": 1, "glu": 2, "act": 3}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 PANEL = 32  # output columns of one packed panel
 
 
@@ -172,6 +185,8 @@ class NativeBackend:
                 return "a buffer's rows are not contiguous"
         if isinstance(op, Embed | Linear) and not isinstance(op.weight, NativeWeight | PackedWeight):
             return "the weight is not packed for native kernels"
+        if isinstance(op, Embed) and not (op.places is None or isinstance(op.places, NativeWeight)):
+            return "the learned positions are not packed for native kernels"
         reason = _buffer_refusal(op)
         if reason is not None:
             return reason
@@ -183,7 +198,7 @@ class NativeBackend:
                 return f"block size {size} is not a multiple of {TILE}"
             if op.num_heads % op.store.num_kv_heads:
                 return f"{op.num_heads} query heads cannot be shared out evenly over {op.store.num_kv_heads} kv heads"
-            return why_not(op.store)
+            return _append_refusal(op) or why_not(op.store)
         return None
 
     def weight(self, n: int, k: int, dtype: DType, glu: bool = False) -> NativeWeight:
@@ -203,11 +218,21 @@ class NativeBackend:
         return NativeExecutor(self, ops)
 
 
+def _append_refusal(op: Append | Attend) -> str | None:
+    """Why an append's norms are not what the kernels do; None when they are."""
+    norms = [norm for norm in (op.q_norm, op.k_norm) if norm is not None] if isinstance(op, Append) else []
+    if any(norm.centred or norm.bias is not None for norm in norms):
+        return "queries and keys are normalised by rms only"
+    if len({norm.eps for norm in norms}) > 1:
+        return "the norms of queries and keys have one eps"
+    return None
+
+
 def _buffers(op: Op) -> list[Tensor]:
     match op:
         case Embed():
             return [op.out]
-        case Linear() | NormAdd():
+        case Linear() | NormAdd() | Normalise():
             return [op.source, op.out]
         case Append():
             return [op.qkv, op.q_out, op.store.data]
@@ -223,14 +248,18 @@ def _buffer_refusal(op: Op) -> str | None:
         case Embed():
             expected = [("out", op.out, single, op.weight.k)]
         case Linear():
-            act = (torch_dtype(op.weight.dtype), torch.float32)  # a float32 source is rounded on the way in
-            glu = op.epilogue == "glu"
-            gated = act if op.norm else (op.source.dtype,)  # kernels are told one type for both
+            act = (torch_dtype(op.weight.dtype),)
+            rounded = op.epilogue in ("glu", "act")
             expected = [
-                ("source", op.source, single if op.norm else act, op.weight.k),
-                ("out", op.out, gated if glu else single, op.weight.n // 2 if glu else op.weight.n),
+                ("source", op.source, single if op.norm else (*single, *act), op.weight.k),
+                (
+                    "out",
+                    op.out,
+                    (*single, *act) if rounded else single,
+                    op.weight.n // 2 if op.epilogue == "glu" else op.weight.n,
+                ),
             ]
-        case NormAdd():
+        case NormAdd() | Normalise():
             width = op.norm.weight.shape[0]
             expected = [("source", op.source, single, width), ("out", op.out, single, width)]
         case Append() | Attend():
@@ -270,7 +299,8 @@ def _store(native: ModuleType, store: LayerStore) -> Any:
 
 
 def _embed(native: ModuleType, program: Any, op: Embed) -> None:
-    program.embed(_handle(op.weight), op.scale, op.out.data_ptr(), op.out.stride(0))
+    places = None if op.places is None else _handle(op.places)
+    program.embed(_handle(op.weight), op.scale, op.out.data_ptr(), op.out.stride(0), places)
 
 
 def _handle(weight: Any) -> Any:
@@ -279,20 +309,23 @@ def _handle(weight: Any) -> Any:
 
 
 def _linear(native: ModuleType, program: Any, op: Linear) -> None:
-    act = op.out if op.epilogue == "glu" else op.source
     program.linear(
         _handle(op.weight),
         op.source.data_ptr(),
         op.source.stride(0),
         op.out.data_ptr(),
         op.out.stride(0),
-        _TORCH_TYPES[act.dtype],
+        _TORCH_TYPES[op.source.dtype],
+        _TORCH_TYPES[op.out.dtype],
         _EPILOGUES[op.epilogue],
         _ACTIVATIONS[op.activation],
         _pointer(op.norm.weight) if op.norm else 0,
         op.norm.eps if op.norm else 0.0,
+        _pointer(op.norm.bias) if op.norm else 0,
+        op.norm is not None and op.norm.centred,
         _pointer(op.bias),
         op.wanted,
+        op.scale,
         op.softcap or 0.0,
     )
 
@@ -332,7 +365,7 @@ def _attend(native: ModuleType, program: Any, op: Attend) -> None:
     )
 
 
-def _norm_add(native: ModuleType, program: Any, op: NormAdd) -> None:
+def _norm_add(native: ModuleType, program: Any, op: NormAdd | Normalise) -> None:
     program.norm_add(
         op.source.data_ptr(),
         op.source.stride(0),
@@ -341,7 +374,17 @@ def _norm_add(native: ModuleType, program: Any, op: NormAdd) -> None:
         op.out.shape[1],
         op.norm.weight.data_ptr(),
         op.norm.eps,
+        _pointer(op.norm.bias),
+        op.norm.centred,
+        isinstance(op, NormAdd),
     )
 
 
-_ADD: dict[type, Any] = {Embed: _embed, Linear: _linear, Append: _append, Attend: _attend, NormAdd: _norm_add}
+_ADD: dict[type, Any] = {
+    Embed: _embed,
+    Linear: _linear,
+    Append: _append,
+    Attend: _attend,
+    NormAdd: _norm_add,
+    Normalise: _norm_add,
+}

@@ -59,10 +59,15 @@ class Weight(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormWeight:
-    """Row-wise normalisation: ``rms`` x / sqrt(mean(x^2) + eps) * weight, float32; any offset is in weight."""
+    """Row-wise normalisation, float32: x / sqrt(mean(x^2) + eps) * weight; any offset is in weight.
+
+    ``centred`` (layer norm): (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias.
+    """
 
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
+    centred: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,24 +105,24 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed:
-    """out[t] = float32(weight[tokens[t]]) * scale."""
+    """out[t] = float32(weight[tokens[t]]) * scale, + float32(places[positions[t]]) where positions are learned."""
 
     name: str
     weight: Weight
     scale: float
     out: Tensor
+    places: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
     """y = act(norm(source)) @ weight.T + bias, then the epilogue.
 
-    source: float32 [T, K] when ``norm`` is given (the result is rounded to the weight's type), else act type
-    or float32 [T, K]. Packed weights (``kernels.packed``) round to 15 bits a block of 32 of the row; their act type is
-    float32.
-    epilogue ``store``: out (float32) = y. ``add``: out += y. ``glu``: out (act type) [T, N/2] = f(y_gate) * y_up, with
-    ``activation`` f in {silu, gelu_tanh}.
-    ``wanted``: source rows are source[step.rows] and out is [R, N]; ``softcap`` c then gives c * tanh(y / c).
+    source: float32 [T, K] (rounded once to the weight's type, behind the ``norm`` if there is one), or, without norm,
+    act type [T, K]. Packed weights round to 15 bits a block of 32 columns; their act type is float32.
+    epilogue ``store``: out (float32) = y * scale. ``add``: out += y * scale. ``glu``: out (act type or float32)
+    [T, N/2] = f(y_gate) * y_up, with ``activation`` f in {silu, gelu_tanh, gelu}. ``act``: out, as there, [T, N] = f(y).
+    ``wanted``: source rows are source[step.rows] and out is [R, N]; ``softcap`` c then gives c * tanh(y * scale / c).
     """
 
     name: str
@@ -130,6 +135,7 @@ class Linear:
     activation: str = "silu"
     wanted: bool = False
     softcap: float | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +190,17 @@ class NormAdd:
     out: Tensor
 
 
-Op = Embed | Linear | Append | Attend | NormAdd
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalise:
+    """out = norm(source); both float32 [T, width], and may be the same rows: a norm over several heads at once."""
+
+    name: str
+    source: Tensor
+    norm: NormWeight
+    out: Tensor
+
+
+Op = Embed | Linear | Append | Attend | NormAdd | Normalise
 
 
 class Executor(Protocol):

@@ -30,6 +30,7 @@ from kvist.kernels.ops import (
     Embed,
     Linear,
     NormAdd,
+    Normalise,
     NormWeight,
     Op,
     Step,
@@ -38,8 +39,8 @@ from kvist.kernels.ops import (
 )
 from kvist.kernels.reference_attend import attend
 
-ACTIVATIONS = ("silu", "gelu_tanh")
-EPILOGUES = ("store", "add", "glu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+EPILOGUES = ("store", "add", "glu", "act")
 SLICE = 1 << 22  # elements of a weight that are converted at once: 16 MB as float32
 
 
@@ -137,7 +138,10 @@ def execute(op: Op, step: Step, compute: torch.dtype) -> None:
     match op:
         case Embed():
             rows = op.weight.rows(step.tokens).to(compute)
-            op.out[: len(rows)].copy_(rows * op.scale)
+            rows = rows * op.scale
+            if op.places is not None:
+                rows = rows + op.places.rows(step.positions).to(compute)
+            op.out[: len(rows)].copy_(rows)
         case Linear():
             linear(op, step, compute)
         case Append():
@@ -148,12 +152,18 @@ def execute(op: Op, step: Step, compute: torch.dtype) -> None:
             count = len(step.tokens)
             out = op.out[:count]
             out.copy_(out.to(compute) + norm(op.source[:count], op.norm, compute))
+        case Normalise():
+            count = len(step.tokens)
+            op.out[:count].copy_(norm(op.source[:count], op.norm, compute))
 
 
 def norm(x: Tensor, weight: NormWeight, compute: torch.dtype) -> Tensor:
-    """RMS norm x / sqrt(mean(x^2) + eps) * weight over the last axis, in the compute type."""
+    """RMS norm, or layer norm when centred, over the last axis, in the compute type: see ops.NormWeight."""
     x = x.to(compute)
-    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + weight.eps) * weight.weight.to(compute)
+    if weight.centred:
+        x = x - x.mean(-1, keepdim=True)
+    y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + weight.eps) * weight.weight.to(compute)
+    return y if weight.bias is None else y + weight.bias.to(compute)
 
 
 def linear(op: Linear, step: Step, compute: torch.dtype) -> None:
@@ -169,15 +179,18 @@ def linear(op: Linear, step: Step, compute: torch.dtype) -> None:
     if op.epilogue == "glu":
         gate, up = y.chunk(2, -1)
         out.copy_(activate(gate, op.activation) * up)
+    elif op.epilogue == "act":
+        out.copy_(activate(y, op.activation))
     elif op.epilogue == "add":
-        out.copy_(out.to(compute) + y)
+        out.copy_(out.to(compute) + y * op.scale)
     else:
+        y = y * op.scale
         out.copy_(y if op.softcap is None else op.softcap * torch.tanh(y / op.softcap))
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """The gate's function: ``silu`` or ``gelu_tanh``."""
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    """The gate's function: ``silu``, ``gelu_tanh`` or ``gelu``."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:
@@ -236,12 +249,14 @@ def _why_no_linear(op: Linear) -> str | None:
     """Why a Linear is outside its contract; None when it is not."""
     if op.epilogue not in EPILOGUES:
         return f"epilogue {op.epilogue!r} is unknown: use one of {', '.join(EPILOGUES)}"
-    if op.epilogue == "glu" and op.activation not in ACTIVATIONS:
+    if op.epilogue in ("glu", "act") and op.activation not in ACTIVATIONS:
         return f"activation {op.activation!r} is unknown: use one of {', '.join(ACTIVATIONS)}"
     if (op.epilogue == "glu") != op.weight.glu:
         return f"epilogue {op.epilogue!r} does not go with a weight {'with' if op.weight.glu else 'without'} gate rows"
     if op.softcap is not None and op.epilogue != "store":
         return f"a soft cap belongs to logits, not to epilogue {op.epilogue!r}"
+    if op.scale != 1.0 and op.epilogue not in ("store", "add"):
+        return f"a scale belongs to what is stored or added, not to epilogue {op.epilogue!r}"
     width = op.weight.n // 2 if op.weight.glu else op.weight.n
     if op.source.shape[-1] != op.weight.k or op.out.shape[-1] != width:
         return (

@@ -14,7 +14,7 @@ from typing import Any
 from kvist.base.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
 from kvist.base.machine import available_memory, processors
 from kvist.cache.layout import Group, groups_of
-from kvist.cache.sizing import blocks_for, pool_bytes
+from kvist.cache.sizing import pool_bytes
 from kvist.compose import LLM, load, open_model
 from kvist.compose.wiring import DEFAULT_BLOCK_SIZE, DEFAULT_CTX, STEP_TOKENS
 from kvist.kernels.dispatch import choose
@@ -208,7 +208,9 @@ class _Bench:
         exact = spec.dtype == FLOAT32.name or choose().backend.name == "reference"
         groups = groups_of(spec, FLOAT32 if exact else BFLOAT16, DEFAULT_BLOCK_SIZE)
         each = self.effort.seq_depth + OWN_TOKENS + self._most
-        memory = pool_bytes(groups, blocks_for(groups, each, STEP_TOKENS, self.effort.seqs))
+        # The pool is cut by tokens, so that a window layer gets as many blocks as one that sees everything.
+        blocks = self.effort.seqs * -(-each // DEFAULT_BLOCK_SIZE)
+        memory = pool_bytes(groups, [blocks] * len(groups))
         default = load(self.model) if memory > (available_memory() or memory) // 2 else None
         if default is not None:
             self.left_out.append(f"batches: {self.effort.seqs} requests apart take {memory} bytes of cache")
@@ -220,7 +222,7 @@ class _Bench:
     def _smallest(groups: Sequence[Group], most: int) -> int:
         """Bytes of one whole context: no pool may be smaller."""
         ctx = min(most, DEFAULT_CTX)
-        return pool_bytes(groups, blocks_for(groups, ctx, STEP_TOKENS))
+        return pool_bytes(groups, [-(-ctx // DEFAULT_BLOCK_SIZE)] * len(groups))
 
     def _serve(self, llm: LLM) -> tuple[dict[int, _Measured], dict[int, _Measured], dict[int, _Measured]]:
         effort, clock = self.effort, self.clock

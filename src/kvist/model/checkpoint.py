@@ -21,7 +21,7 @@ from kvist.kernels.packed import PackedWeight, packed_bytes, packed_refusal
 from kvist.spec.from_gguf import GgufModel
 from kvist.spec.gguf_types import IDS
 from kvist.spec.model import Attention, ModelSpec
-from kvist.spec.names import expected_tensors, half_split_rows, match_names
+from kvist.spec.names import ExpectedTensor, expected_tensors, grouped_rows, half_split_rows, match_names
 
 SLICE_BYTES = 1 << 24  # bytes of a tensor that are read and unpacked at once
 _NATIVE_GGUF = frozenset(
@@ -31,6 +31,8 @@ _NATIVE_GGUF = frozenset(
 
 class Checkpoint(Protocol):
     """Tensors by canonical name (see ``spec.names``), names and shapes already checked against the spec."""
+
+    expected: dict[str, ExpectedTensor]  # what the spec asks of files of this form
 
     def vector(self, name: str) -> Tensor | None:
         """A one-dimensional tensor as float32; None when the checkpoint has none of this name."""
@@ -51,6 +53,7 @@ class GgufCheckpoint:
     def __init__(self, model: GgufModel) -> None:
         """Check names and shapes. WeightsError lists what is missing, extra or of another shape."""
         self.model, self.file = model, model.file
+        self.expected = expected_tensors(model.spec, "gguf")
         tensors = model.file.tensors
         shapes = {name: info.shape for name, info in tensors.items()}
         match = match_names(model.spec, tensors, "gguf", shapes)
@@ -107,6 +110,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, spec: ModelSpec, shards: tuple[Path, ...]) -> None:
         """Read every header and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
+        self.expected = expected_tensors(spec)
         self.files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in shards:
@@ -129,7 +133,9 @@ class SafetensorsCheckpoint:
         if name not in self.names:
             return None
         tensor: Tensor = _mapped(self.files[self.names[name]]).get_tensor(self.names[name])
-        return tensor.to(torch.float32, copy=True)
+        grouped = self.expected[name].grouped
+        values = tensor.to(torch.float32, copy=True)
+        return values if grouped is None else values[grouped_rows(*grouped)]
 
     def packing(self, name: str) -> str | None:
         """None: safetensors are not packed."""
@@ -137,15 +143,24 @@ class SafetensorsCheckpoint:
 
     def fill(self, name: str, weight: Weight, first: int) -> Iterator[int]:
         """Write the matrix slice by slice."""
-        file_name = self.names[name]
-        shard = self.files[file_name]
-        rows = _mapped(shard).get_slice(file_name).get_shape()[0]
+        tensor, file_name = self.expected[name], self.names[name]
+        shard, rows = self.files[file_name], tensor.shape[0]
         step = max(1, SLICE_BYTES // (weight.k * 2))
+        place = None
+        if tensor.grouped is not None:  # the inverse: where each of the file's rows goes
+            order = torch.tensor(grouped_rows(*tensor.grouped))
+            place = torch.empty_like(order)
+            place[order] = torch.arange(rows) + first
         for start in range(0, rows, step):
-            values = _mapped(shard).get_slice(file_name)[start : min(rows, start + step)]
-            weight.fill(first + start, values)
+            stop = min(rows, start + step)
+            part = _mapped(shard).get_slice(file_name)
+            values = part[:, start:stop].T.contiguous() if tensor.transposed else part[start:stop]
+            if place is None:
+                weight.fill(first + start, values)
+            else:
+                _scatter(weight, values, place[start:stop])
             nbytes = values.numel() * values.element_size()
-            del values  # and with it the mapping
+            del values, part  # and with them the mapping
             yield nbytes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +13,20 @@ from kvist.base.errors import KernelError, SpecError
 from kvist.cache.layout import Layout
 from kvist.cache.pool import Pool
 from kvist.cache.rows import KeyValue
-from kvist.kernels.ops import Append, Attend, Backend, Embed, LayerStore, Linear, NormAdd, Op, Step, torch_dtype
+from kvist.kernels.ops import (
+    Append,
+    Attend,
+    Backend,
+    Embed,
+    LayerStore,
+    Linear,
+    NormAdd,
+    Normalise,
+    NormWeight,
+    Op,
+    Step,
+    torch_dtype,
+)
 from kvist.model.weights import LayerWeights, ModelWeights
 from kvist.spec.model import Attention, LayerSpec, ModelSpec, Rope
 from kvist.spec.rope import attention_factor, inverse_frequencies
@@ -95,7 +110,7 @@ class Decoder:
         kv_dtype = pool.groups[0].layout.dtype
         self.buffers = Buffers(spec, weights.dtype, kv_dtype, max_tokens, max_rows)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
-        ops: list[Op] = [Embed("embed", weights.embed, spec.embedding_scale, self.buffers.x)]
+        ops: list[Op] = [Embed("embed", weights.embed, spec.embedding_scale, self.buffers.x, weights.positions)]
         for index, (layer, layer_weights) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             ops += self._layer(index, layer, layer_weights)
         ops.append(
@@ -107,6 +122,7 @@ class Decoder:
                 norm=weights.final_norm,
                 wanted=True,
                 softcap=spec.logit_softcap,
+                scale=spec.logit_scale,
             )
         )
         self.ops = tuple(ops)
@@ -147,34 +163,44 @@ class Decoder:
         gated = b.gated[:, : layer.feed_forward.intermediate_size]
         store = layer_store(self.pool, index)
         cos, sin = self._table(a.rope) if a.rope is not None else (None, None)
-        ops: list[Op] = [
-            Linear(at + "qkv", b.x, w.qkv, qkv, norm=w.input_norm, bias=w.qkv_bias),
-            Append(at + "append", qkv, q, store, a.num_heads, a.scale, cos, sin, w.q_norm, w.k_norm),
-            Attend(at + "attend", q, attended, store, a.num_heads, a.window, a.sinks, a.softcap),
-        ]
-        activation = layer.feed_forward.activation
-        glu = Linear(
-            at + "gate up",
+        feed_forward = layer.feed_forward
+        # A whole norm works on all heads at once, before the append; one for each head is the append's own.
+        q_norm, k_norm = (None, None) if a.qk_norm_whole else (w.q_norm, w.k_norm)
+        project: list[Op] = [Linear(at + "qkv", b.x, w.qkv, qkv, norm=w.input_norm, bias=w.qkv_bias)]
+        if a.qk_norm_whole and w.q_norm is not None and w.k_norm is not None:
+            queries, keys = qkv[:, : q.shape[1]], qkv[:, q.shape[1] :][:, : a.num_kv_heads * a.head_dim]
+            project.append(Normalise(at + "q norm", queries, w.q_norm, queries))
+            project.append(Normalise(at + "k norm", keys, w.k_norm, keys))
+        up = Linear(
+            at + ("gate up" if feed_forward.gated else "up"),
             b.x,
             w.gate_up,
             gated,
-            epilogue="glu",
+            epilogue="glu" if feed_forward.gated else "act",
             norm=w.pre_ffn_norm,
             bias=w.gate_up_bias,
-            activation=activation,
+            activation=feed_forward.activation,
         )
-        for name, source, weight, bias, post in (
-            ("o", attended, w.o, w.o_bias, w.post_attention_norm),
-            ("down", gated, w.down, w.down_bias, w.post_ffn_norm),
-        ):
-            if name == "down":
-                ops.append(glu)
-            if post is None:
-                ops.append(Linear(at + name, source, weight, b.x, epilogue="add", bias=bias))
-            else:
-                ops.append(Linear(at + name, source, weight, b.branch, bias=bias))
-                ops.append(NormAdd(f"{at}{name} norm", b.branch, post, b.x))
-        return ops
+        attend: list[Op] = [
+            Append(at + "append", qkv, q, store, a.num_heads, a.scale, cos, sin, q_norm, k_norm),
+            Attend(at + "attend", q, attended, store, a.num_heads, a.window, a.sinks, a.softcap),
+        ]
+        o = self._join(layer, Linear(at + "o", attended, w.o, b.x, bias=w.o_bias), w.post_attention_norm)
+        down = self._join(layer, Linear(at + "down", gated, w.down, b.x, bias=w.down_bias), w.post_ffn_norm)
+        # Parallel branches: the feed forward reads the stream before attention has added to it.
+        middle: list[Op] = [up, *attend, *o] if layer.parallel else [*attend, *o, up]
+        return [*project, *middle, *down]
+
+    def _join(self, layer: LayerSpec, branch: Linear, post: NormWeight | None) -> list[Op]:
+        """The end of a branch: added to the stream, by way of its norm where there is one."""
+        if post is None:
+            return [replace(branch, epilogue="add", scale=layer.residual_scale)]
+        if layer.residual_scale != 1.0:
+            raise SpecError(f"{branch.name}: a scaled branch behind a norm is not known: the norm undoes the scale")
+        return [
+            replace(branch, out=self.buffers.branch),
+            NormAdd(f"{branch.name} norm", self.buffers.branch, post, branch.out),
+        ]
 
     def _table(self, rope: Rope) -> tuple[Tensor, Tensor]:
         if rope not in self._tables:

@@ -16,7 +16,6 @@ from kvist.kernels.ops import Backend, NormWeight, Weight
 from kvist.kernels.packed import PackedWeight
 from kvist.model.checkpoint import Checkpoint, loaded_bytes
 from kvist.spec.model import Attention, LayerSpec, ModelSpec, Norm
-from kvist.spec.names import expected_tensors
 
 # Called with (bytes read so far, bytes in all are unknown) while a model loads.
 Progress = Callable[[int], None]
@@ -24,9 +23,12 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer's tensors. qkv [(H + G) * D + G * Dv, hidden]; gate_up is a glu weight [2 * ffn, hidden]."""
+    """One layer's tensors. qkv [(H + G) * D + G * Dv, hidden].
 
-    input_norm: NormWeight
+    gate_up is a glu weight [2 * ffn, hidden], or up alone [ffn, hidden] where there is no gate.
+    """
+
+    input_norm: NormWeight | None
     qkv: Weight
     qkv_bias: Tensor | None
     q_norm: NormWeight | None
@@ -34,7 +36,7 @@ class LayerWeights:
     o: Weight
     o_bias: Tensor | None
     post_attention_norm: NormWeight | None
-    pre_ffn_norm: NormWeight
+    pre_ffn_norm: NormWeight | None
     gate_up: Weight
     gate_up_bias: Tensor | None
     down: Weight
@@ -51,6 +53,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeight
     head: Weight
+    positions: Weight | None = None
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +67,7 @@ class ModelWeights:
 
     @property
     def _held(self) -> list[Weight | NormWeight | Tensor | None]:
-        held: list[Weight | NormWeight | Tensor | None] = [self.embed, self.head, self.final_norm]
+        held: list[Weight | NormWeight | Tensor | None] = [self.embed, self.head, self.positions, self.final_norm]
         for layer in self.layers:
             held += [getattr(layer, field.name) for field in fields(layer)]
         return list({id(part): part for part in held}.values())
@@ -74,7 +77,7 @@ def _bytes(part: Weight | NormWeight | Tensor | None) -> int:
     if part is None:
         return 0
     if isinstance(part, NormWeight):
-        part = part.weight
+        return _bytes(part.weight) + _bytes(part.bias)
     return part.numel() * part.element_size() if isinstance(part, Tensor) else part.nbytes
 
 
@@ -126,15 +129,17 @@ class _Loader:
         self.packed = packed
         self.spec, self.checkpoint, self.backend, self.dtype = spec, checkpoint, backend, dtype
         self.progress = progress or (lambda nbytes: None)
-        self.rows = {name: tensor.shape[0] for name, tensor in expected_tensors(spec).items()}
+        self.rows = {name: tensor.shape[0] for name, tensor in checkpoint.expected.items()}
 
     def load(self) -> ModelWeights:
         spec = self.spec
         embed = self.matrix(spec.vocab_size, spec.hidden_size, ("embed",))
         head = embed if spec.tied_embeddings else self.matrix(spec.vocab_size, spec.hidden_size, ("head",))
         layers = tuple(self.layer(index, layer) for index, layer in enumerate(spec.layers))
+        places = spec.learned_positions
+        positions = None if places is None else self.matrix(places, spec.hidden_size, ("positions",))
         act = FLOAT32 if self.packed else self.dtype
-        return ModelWeights(act, embed, layers, self.norm("final_norm", spec.norm), head)
+        return ModelWeights(act, embed, layers, self.norm("final_norm", spec.norm), head, positions)
 
     def layer(self, index: int, layer: LayerSpec) -> LayerWeights:
         a, at = layer.attention, f"layers.{index}."
@@ -142,19 +147,25 @@ class _Loader:
             raise SpecError(f"layer {index} is of kind {type(a).__name__}, which can be planned but not run")
         hidden, ffn, post = self.spec.hidden_size, layer.feed_forward.intermediate_size, layer.post_norms
         qk_norm = Norm("rms", layer.norm.eps, layer.norm.offset)
+        gated, parts = layer.feed_forward.gated, (at + "q", at + "k", at + "v")
+        qkv_names = (at + "qkv",) if at + "qkv" in self.rows else parts
+        fused = at + "gate_up" in self.rows
+        up_names = (at + "gate_up",) if fused else (at + "gate", at + "up") if gated else (at + "up",)
+        input_norm = self.norm(at + "input_norm", layer.norm) if layer.pre_norms else None
+        own_norm = layer.pre_norms and not layer.shared_norm
         qkv_rows = (a.num_heads + a.num_kv_heads) * a.head_dim + a.num_kv_heads * a.v_head_dim
         return LayerWeights(
-            input_norm=self.norm(at + "input_norm", layer.norm),
-            qkv=self.matrix(qkv_rows, hidden, (at + "q", at + "k", at + "v")),
-            qkv_bias=self.bias((at + "q", at + "k", at + "v")),
+            input_norm=input_norm,
+            qkv=self.matrix(qkv_rows, hidden, qkv_names),
+            qkv_bias=self.bias(qkv_names),
             q_norm=self.norm(at + "q_norm", qk_norm) if a.qk_norm else None,
             k_norm=self.norm(at + "k_norm", qk_norm) if a.qk_norm else None,
             o=self.matrix(hidden, a.num_heads * a.v_head_dim, (at + "o",)),
             o_bias=self.bias((at + "o",)),
             post_attention_norm=self.norm(at + "post_attention_norm", layer.norm) if post else None,
-            pre_ffn_norm=self.norm(at + "pre_ffn_norm", layer.norm),
-            gate_up=self.matrix(2 * ffn, hidden, (at + "gate", at + "up"), glu=True),
-            gate_up_bias=self.bias((at + "gate", at + "up")),
+            pre_ffn_norm=self.norm(at + "pre_ffn_norm", layer.norm) if own_norm else input_norm,
+            gate_up=self.matrix(2 * ffn if gated else ffn, hidden, up_names, glu=gated),
+            gate_up_bias=self.bias(up_names),
             down=self.matrix(hidden, ffn, (at + "down",)),
             down_bias=self.bias((at + "down",)),
             post_ffn_norm=self.norm(at + "post_ffn_norm", layer.norm) if post else None,
@@ -179,11 +190,12 @@ class _Loader:
         return self.backend.packed(parts, k, glu) if len(parts) == len(names) else None
 
     def norm(self, name: str, norm: Norm) -> NormWeight:
-        if norm.kind != "rms":
-            raise SpecError(f"{name} is a norm of kind {norm.kind!r}: rms is what can run")
+        if norm.kind not in ("rms", "layer"):
+            raise SpecError(f"{name} is a norm of kind {norm.kind!r}: rms and layer are what can run")
         weight = self.checkpoint.vector(name)
         assert weight is not None  # names were checked when the checkpoint was opened
-        return NormWeight((weight + norm.offset).contiguous(), norm.eps)
+        bias = self.bias((name,)) if norm.bias else None
+        return NormWeight((weight + norm.offset).contiguous(), norm.eps, bias, norm.kind == "layer")
 
     def bias(self, names: tuple[str, ...]) -> Tensor | None:
         parts = [part for part in (self.checkpoint.vector(f"{name}.bias") for name in names) if part is not None]

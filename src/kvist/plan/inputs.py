@@ -14,10 +14,10 @@ from kvist.spec.cache_from_gguf import gguf_cache_spec
 from kvist.spec.cache_spec import cache_spec
 from kvist.spec.from_config import model_spec, read_config
 from kvist.spec.from_gguf import gguf_model
-from kvist.spec.gguf_file import read_gguf
+from kvist.spec.gguf_split import read_model_file
 from kvist.spec.kept import CacheSpec
 from kvist.spec.names import ExpectedTensor, expected_tensors
-from kvist.spec.source import ALIASES, resolve
+from kvist.spec.source import ALIASES, expanded, resolve
 
 _HUB = re.compile(r"^[\w.-]+/[\w.-]+$")
 Model = str | Path | Mapping[str, Any] | CacheSpec
@@ -32,7 +32,7 @@ def load_spec(model: Model, assume_standard: bool = False) -> tuple[str, CacheSp
     text = str(model)
     if text in ALIASES and not Path(text).exists():
         return text, _from_gguf(resolve(text).path)
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.is_dir():
         if not (path / "config.json").is_file():
             files = sorted(path.glob("*.gguf"))
@@ -96,13 +96,13 @@ def _count(tensors: Mapping[str, ExpectedTensor]) -> tuple[int, int]:
 
 
 def _from_gguf(path: Path) -> CacheSpec:
-    file = read_gguf(path)
+    file = read_model_file(path)
     spec = gguf_cache_spec(file)
     shapes = [tensor.shape for tensor in file.tensors.values()]
     count, vectors = sum(map(math.prod, shapes)), sum(shape[0] for shape in shapes if len(shape) == 1)
     if spec.runnable:
         try:
-            count, vectors = _count(expected_tensors(gguf_model(file).spec))
+            count, vectors = _count(expected_tensors(gguf_model(file).spec, "gguf"))
         except KvistError as error:
             spec = replace(spec, runnable=False, notes=(*spec.notes, f"kvist cannot run it: {error}"))
     return replace(spec, parameters=count, vectors=vectors)

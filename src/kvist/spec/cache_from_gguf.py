@@ -10,7 +10,8 @@ from kvist.base.errors import UnknownArchitecture
 from kvist.spec.cache_spec import spec_from_fields
 from kvist.spec.families import BY_GGUF, Family
 from kvist.spec.from_gguf import main_type
-from kvist.spec.gguf_file import GgufFile, read_gguf
+from kvist.spec.gguf_file import GgufFile
+from kvist.spec.gguf_split import read_model_file
 from kvist.spec.kept import CacheSpec
 from kvist.spec.read import Fields
 from kvist.spec.rules import LAYERS, Coded, Every, Indexed, StateRule
@@ -43,7 +44,7 @@ _SHORT_CONV = StateRule("shortconv", channels=(("embedding_length",),), kernel="
 
 def gguf_cache_spec(source: GgufFile | str | Path) -> CacheSpec:
     """What the model in a GGUF file keeps, with the exact bytes of its tensors as its weights."""
-    file = source if isinstance(source, GgufFile) else read_gguf(source)
+    file = source if isinstance(source, GgufFile) else read_model_file(source)
     name = file.metadata.get("general.architecture")
     family = BY_GGUF.get(name) if isinstance(name, str) else None
     if family is None:
@@ -59,8 +60,8 @@ def gguf_cache_spec(source: GgufFile | str | Path) -> CacheSpec:
 
 
 def _weights(file: GgufFile) -> tuple[int, str]:
-    parts = file.metadata.get("split.count", 1)
-    told = "exact: the tensors of the file" if parts == 1 else f"only this one of {parts} parts"
+    parts = {tensor.part for tensor in file.tensors.values()}
+    told = "exact: the tensors of the file" if len(parts) <= 1 else f"exact: the tensors of {len(parts)} parts"
     return sum(tensor.nbytes for tensor in file.tensors.values()), told
 
 

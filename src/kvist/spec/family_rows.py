@@ -45,8 +45,8 @@ Row = tuple[str, tuple[str, ...], tuple[str, ...], CacheRule]
 
 # (name, model types, GGUF architectures, rule). GPT-J, NeoX, Bloom and their like differ in everything but their cache.
 ROWS: tuple[Row, ...] = (
-    ("gpt2", ("gpt2", "gpt-sw3", "gpt_sw3", "gptj", "codegen", "biogpt"), ("gpt2", "gptj"), PLAIN),
-    ("gpt_neox", ("gpt_neox", "gpt_neox_japanese"), ("gptneox",), PLAIN),
+    ("gptj", ("gpt-sw3", "gpt_sw3", "gptj", "codegen", "biogpt"), ("gptj",), PLAIN),
+    ("gpt_neox_japanese", ("gpt_neox_japanese",), (), PLAIN),
     ("gpt_bigcode", ("gpt_bigcode",), ("starcoder",), CacheRule(one_kv_head=("multi_query", True, None))),
     (
         "gpt_neo",
@@ -58,7 +58,6 @@ ROWS: tuple[Row, ...] = (
     ("bloom", ("bloom",), ("bloom",), PLAIN),
     ("mpt", ("mpt",), ("mpt",), PLAIN),
     ("dbrx", ("dbrx",), ("dbrx",), PLAIN),
-    ("falcon", ("falcon",), ("falcon",), CacheRule(one_kv_head=("multi_query", True, "new_decoder_architecture"))),
     (
         "mllama",
         ("mllama_text_model", "mllama"),
@@ -81,20 +80,20 @@ ROWS: tuple[Row, ...] = (
     ),
     ("nemotron_nas", ("nemotron-nas", "deci"), ("deci",), CacheRule(Blocks("block_configs"))),
     ("nemotron", ("nemotron",), ("nemotron",), PLAIN),
-    ("mistral", ("mistral", "ministral"), (), replace(WINDOWED, window_given=True)),
+    ("ministral", ("ministral",), (), replace(WINDOWED, window_given=True)),
     ("mixtral", ("mixtral", "phimoe"), ("phimoe",), WINDOWED),
     ("ministral3", ("ministral3", "mistral3", "mistral4_text"), ("mistral3",), replace(WINDOWED, head_dim_given=True)),
     ("mistral4", ("mistral4",), (), LATENT),
     (
-        "qwen2",
-        ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_audio"),
-        ("qwen2", "qwen2moe", "qwen2vl"),
+        "qwen2_moe",
+        ("qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_audio"),
+        ("qwen2moe", "qwen2vl"),
         GATED_WINDOW,
     ),
     (
-        "qwen3",
-        ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "mimo"),
-        ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "mimo"),
+        "qwen3_moe",
+        ("qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "mimo"),
+        ("qwen3moe", "qwen3vl", "qwen3vlmoe", "mimo"),
         WIDE_GATED_WINDOW,
     ),
     (
@@ -103,8 +102,7 @@ ROWS: tuple[Row, ...] = (
         ("qwen3next", "qwen35", "qwen35moe"),
         DELTA_HYBRID,
     ),
-    ("gemma", ("gemma", "paligemma"), ("gemma",), WIDE),
-    ("gemma2", ("gemma2",), ("gemma2",), CacheRule(Periodic(2), head_dim_given=True, window_given=True)),
+    ("paligemma", ("paligemma",), (), WIDE),
     ("gemma3n", ("gemma3n", "gemma3n_text"), ("gemma3n",), SHARED_TAIL),
     (
         "gemma4",
@@ -118,7 +116,7 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     ("phi", ("phi", "phi-msft"), ("phi2",), PLAIN),
-    ("phi3", ("phi3", "phi4_multimodal", "phi4mm"), ("phi3",), WINDOWED),
+    ("phi4_multimodal", ("phi4_multimodal", "phi4mm"), (), WINDOWED),
     ("phi4flash", ("phi4flash",), (), CacheRule(Halves("mb_per_layer"), state=MAMBA1, window_given=True)),
     (
         "deepseek_v2",
@@ -144,12 +142,11 @@ ROWS: tuple[Row, ...] = (
     ),
     ("gpt_oss", ("gpt_oss",), ("gpt-oss",), CacheRule(Periodic(2), head_dim_given=True, window_given=True)),
     (
-        "granite",
-        ("granite", "granitemoe", "granitemoeshared", "smollm3", "olmo", "olmo2", "olmoe", "cohere", "persimmon"),
-        ("granite", "granitemoe", "smollm3", "olmo", "olmo2", "olmoe", "command-r"),
+        "granitemoe",
+        ("granitemoe", "granitemoeshared", "olmo", "olmoe", "cohere", "persimmon"),
+        ("granitemoe", "olmo", "olmoe", "command-r"),
         PLAIN,
     ),
-    ("starcoder2", ("starcoder2",), ("starcoder2",), WINDOWED),
     ("cohere2", ("cohere2",), ("cohere2",), CacheRule(Periodic(4), window_given=True)),
     ("olmo3", ("olmo3",), ("olmo3",), CacheRule(Periodic(4), window_given=True)),
     ("exaone4", ("exaone4",), ("exaone4",), CacheRule(Periodic(4))),

@@ -9,15 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvist.base.errors import BadValue, SpecError, UnknownArchitecture
+from kvist.base.errors import BadValue, UnknownArchitecture
+from kvist.spec.config_layers import check_groups
+from kvist.spec.config_rope import long_stretch
 from kvist.spec.families import BY_GGUF, DecoderFacts, Family, runnable_names
-from kvist.spec.from_config import check_groups
-from kvist.spec.gguf_file import GgufFile, read_gguf
-from kvist.spec.model import Attention, FeedForward, LayerSpec, LinearScaling, ModelSpec, Norm, Rope, RopeScaling
+from kvist.spec.gguf_file import GgufFile
+from kvist.spec.gguf_split import read_model_file
+from kvist.spec.model import (
+    Attention,
+    FeedForward,
+    LayerSpec,
+    LinearScaling,
+    LongRope,
+    ModelSpec,
+    Norm,
+    Rope,
+    RopeScaling,
+)
 from kvist.spec.read import Fields
+from kvist.spec.rules import Periodic
 
-# Fields that would change the arithmetic of a decoder and that no runnable family here uses.
-_UNSUPPORTED = ("expert_count", "embedding_scale", "residual_scale", "logit_scale", "attention.layer_norm_epsilon")
+# Fields that would change the arithmetic of a decoder whose family does not use them.
+_UNSUPPORTED = ("expert_count", "attention.max_alibi_bias", "attention.clamp_kqv")
+_MULTIPLIERS = ("embedding_scale", "residual_scale", "logit_scale")
+_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -32,16 +47,12 @@ class GgufModel:
 
 def gguf_model(source: GgufFile | str | Path) -> GgufModel:
     """Header and runnable spec of the GGUF file ``source``. Errors as in ``read_gguf`` and ``model_spec``."""
-    file = source if isinstance(source, GgufFile) else read_gguf(source)
+    file = source if isinstance(source, GgufFile) else read_model_file(source)
     architecture = file.metadata.get("general.architecture")
     family = BY_GGUF.get(architecture) if isinstance(architecture, str) else None
     if family is None or family.decoder is None:
         state = "unknown" if family is None else "not runnable yet:"
         raise UnknownArchitecture(f"{file.path}: {state} architecture {architecture!r}; runnable: {runnable_names()}")
-    if file.metadata.get("split.count", 1) != 1:
-        raise SpecError(
-            f"{file.path}: one of {file.metadata['split.count']} parts; join them with llama-gguf-split --merge"
-        )
     prefix = f"{architecture}."
     data = {key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)}
     spec = _spec(family, family.decoder, Fields(data, f"{file.path}: {architecture}"), file)
@@ -49,20 +60,34 @@ def gguf_model(source: GgufFile | str | Path) -> GgufModel:
 
 
 def _spec(family: Family, facts: DecoderFacts, fields: Fields, file: GgufFile) -> ModelSpec:
-    for name in _UNSUPPORTED:
+    other_eps = (name for kind, name in _EPS.items() if kind != facts.norm)
+    for name in (*_UNSUPPORTED, *other_eps, *(() if facts.multipliers else _MULTIPLIERS)):
         if fields.data.get(name):
             raise BadValue(f"{fields.where}: {name} = {fields.data[name]} is not supported by family {family.name}")
     num_layers = fields.integer("block_count", high=10_000)
     hidden = fields.integer("embedding_length", high=2**20)
     # Gemma's GGUF norms have their 1 added already, so the offset is 0 in every family.
-    norm = Norm("rms", fields.number("attention.layer_norm_rms_epsilon", high=1.0))
+    norm = Norm(facts.norm, fields.number(_EPS[facts.norm], high=1.0), bias=facts.norm == "layer")
     widths = _per_layer(fields, "feed_forward_length", num_layers, 2**24)
-    attentions = _attentions(facts, fields, file, num_layers, hidden)
-    has_ffn_bias = "blk.0.ffn_gate.bias" in file.tensors
+    attentions = _attentions(family, facts, fields, file, num_layers, hidden)
+    has_ffn_bias = "blk.0.ffn_up.bias" in file.tensors
+    parallel = _parallel(facts, fields)
+    one_norm = parallel and facts.one_norm_unless is not None and "blk.0.attn_norm_2.weight" not in file.tensors
+    multipliers = [_multiplier(facts, fields, name) for name in _MULTIPLIERS]
     layers = tuple(
-        LayerSpec(attention, FeedForward(width, facts.activation, has_ffn_bias), norm, facts.post_norms)
+        LayerSpec(
+            attention=attention,
+            feed_forward=FeedForward(width, facts.activation, has_ffn_bias, facts.gated),
+            norm=norm,
+            post_norms=facts.post_norms,
+            pre_norms=facts.pre_norms,
+            parallel=parallel,
+            shared_norm=one_norm,
+            residual_scale=multipliers[1],
+        )
         for attention, width in zip(attentions, widths, strict=True)
     )
+    max_position = fields.integer("context_length", high=2**31)
     special = Fields(_tail(file.metadata, "tokenizer.ggml."), f"{file.path}: tokenizer.ggml")
     stops = [special.maybe_integer(key, low=0) for key in _STOP_KEYS]
     return ModelSpec(
@@ -72,14 +97,27 @@ def _spec(family: Family, facts: DecoderFacts, fields: Fields, file: GgufFile) -
         vocab_size=_vocab_size(fields, file),
         layers=layers,
         norm=norm,
-        max_position=fields.integer("context_length", high=2**31),
+        max_position=max_position,
         tied_embeddings="output.weight" not in file.tensors,
         dtype=main_type(file),
-        embedding_scale=math.sqrt(hidden) if facts.scaled_embedding else 1.0,
-        logit_softcap=fields.maybe_number("final_logit_softcapping"),
+        embedding_scale=math.sqrt(hidden) if facts.scaled_embedding else multipliers[0],
+        logit_scale=1.0 / multipliers[2],
+        logit_softcap=fields.maybe_number("final_logit_softcapping") or facts.logit_softcap,
+        learned_positions=max_position if facts.learned_positions else None,
         bos_token_id=special.maybe_integer("bos_token_id", low=0),
         eos_token_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
     )
+
+
+def _parallel(facts: DecoderFacts, fields: Fields) -> bool:
+    if isinstance(facts.parallel, bool) or facts.one_norm_unless is not None:
+        return bool(facts.parallel)
+    return fields.flag(*facts.parallel[:1], default=facts.parallel[1])
+
+
+def _multiplier(facts: DecoderFacts, fields: Fields, name: str) -> float:
+    found = fields.maybe_number(name, high=1e6) if facts.multipliers else None
+    return 1.0 if found is None else found
 
 
 def _tail(metadata: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -118,15 +156,17 @@ def _per_layer(fields: Fields, name: str, num_layers: int, high: int) -> list[in
     return [fields.integer(name, high=high)] * num_layers
 
 
-def _attentions(facts: DecoderFacts, fields: Fields, file: GgufFile, num_layers: int, hidden: int) -> list[Attention]:
+def _attentions(
+    family: Family, facts: DecoderFacts, fields: Fields, file: GgufFile, num_layers: int, hidden: int
+) -> list[Attention]:
     heads = _per_layer(fields, "attention.head_count", num_layers, 2**16)
     kv_heads = (
         heads
         if fields.raw("attention.head_count_kv") is None
         else _per_layer(fields, "attention.head_count_kv", num_layers, 2**16)
     )
-    windows = _windows(facts, fields, num_layers)
-    divisors = _divisors(file)
+    windows = _windows(family, fields, num_layers)
+    factors = _Factors(*(_divisors(file, f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long")))
     result = []
     for index, (num_heads, num_kv_heads, window) in enumerate(zip(heads, kv_heads, windows, strict=True)):
         check_groups(fields.where, num_heads, num_kv_heads)
@@ -147,39 +187,63 @@ def _attentions(facts: DecoderFacts, fields: Fields, file: GgufFile, num_layers:
                 v_head_dim=fields.maybe_integer("attention.value_length", high=2**14) or head_dim,
                 scale=scale,
                 window=window,
-                rope=_rope(facts, fields, head_dim, window, divisors),
+                rope=_rope(facts, fields, head_dim, window, factors) if _rotates(facts, index) else None,
                 qk_norm=facts.qk_norm,
-                qkv_bias=f"blk.{index}.attn_q.bias" in file.tensors,
+                qk_norm_whole=facts.qk_norm_whole,
+                qkv_bias=f"blk.{index}.attn_q.bias" in file.tensors or f"blk.{index}.attn_qkv.bias" in file.tensors,
                 out_bias=f"blk.{index}.attn_output.bias" in file.tensors,
-                softcap=fields.maybe_number("attn_logit_softcapping"),
+                softcap=fields.maybe_number("attn_logit_softcapping") or facts.attn_softcap,
             )
         )
     return result
 
 
-def _windows(facts: DecoderFacts, fields: Fields, num_layers: int) -> list[int | None]:
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """Frequency divisors that a file stores as tensors: one list, or LongRoPE's two."""
+
+    plain: tuple[float, ...] | None
+    short: tuple[float, ...] | None
+    long: tuple[float, ...] | None
+
+
+def _rotates(facts: DecoderFacts, index: int) -> bool:
+    """Whether layer ``index`` rotates. GGUF files do not list the layers that do not: llama.cpp uses the same step."""
+    return not facts.learned_positions and (facts.no_rope_step is None or (index + 1) % facts.no_rope_step != 0)
+
+
+def _windows(family: Family, fields: Fields, num_layers: int) -> list[int | None]:
     """The window of each layer; ``sliding_window_pattern`` is a period or a list of flags (true: windowed)."""
-    if facts.pattern is None:
-        return [fields.maybe_integer("attention.sliding_window")] * num_layers
+    pattern = family.cache.pattern
+    if not isinstance(pattern, Periodic):
+        return [fields.maybe_integer("attention.sliding_window", low=0) or None] * num_layers
     window = fields.integer("attention.sliding_window")
     stated = fields.data.get("attention.sliding_window_pattern")
     if isinstance(stated, list):
         flags = fields.maybe_list("attention.sliding_window_pattern", length=num_layers) or []
         return [window if flag else None for flag in flags]
-    period = fields.maybe_integer("attention.sliding_window_pattern", high=10_000) or facts.pattern
+    period = fields.maybe_integer("attention.sliding_window_pattern", high=10_000) or pattern.period
     return [None if (index + 1) % period == 0 else window for index in range(num_layers)]
 
 
-def _rope(
-    facts: DecoderFacts, fields: Fields, head_dim: int, window: int | None, divisors: tuple[float, ...] | None
-) -> Rope:
+def _rope(facts: DecoderFacts, fields: Fields, head_dim: int, window: int | None, factors: _Factors) -> Rope:
     rotary_dim = fields.maybe_integer("rope.dimension_count", high=head_dim) or head_dim
     if rotary_dim % 2:
         raise BadValue(f"{fields.where}: rope.dimension_count = {rotary_dim} must be even")
     if window is not None and facts.local_rope_theta is not None:
         return Rope(fields.maybe_number("rope.freq_base_swa") or facts.local_rope_theta, rotary_dim)
     theta = fields.maybe_number("rope.freq_base") or facts.rope_theta
-    return Rope(theta, rotary_dim, None if divisors else _scaling(fields), divisors)
+    if factors.short is not None and factors.long is not None:
+        return Rope(theta, rotary_dim, _longrope(fields, factors.short, factors.long))
+    return Rope(theta, rotary_dim, None if factors.plain else _scaling(fields), factors.plain)
+
+
+def _longrope(fields: Fields, short: tuple[float, ...], long: tuple[float, ...]) -> LongRope:
+    original = fields.integer("rope.scaling.original_context_length")
+    stretch = fields.maybe_number("rope.scaling.attn_factor", high=1e3)
+    if stretch is None:
+        stretch = long_stretch(fields.integer("context_length") / original, original)
+    return LongRope(short, long, original, stretch)
 
 
 def _scaling(fields: Fields) -> RopeScaling | None:
@@ -194,16 +258,14 @@ def _scaling(fields: Fields) -> RopeScaling | None:
     return None
 
 
-def _divisors(file: GgufFile) -> tuple[float, ...] | None:
-    """The frequency divisors of ``rope_freqs.weight`` (how GGUF stores llama 3 scaling), or None."""
-    tensor = file.tensors.get("rope_freqs.weight")
+def _divisors(file: GgufFile, name: str) -> tuple[float, ...] | None:
+    """The frequency divisors in tensor ``name`` (llama 3 scaling is ``rope_freqs.weight``), or None."""
+    tensor = file.tensors.get(name)
     if tensor is None:
         return None
     if tensor.kind.name != "f32" or len(tensor.shape) != 1:
-        raise BadValue(
-            f"{file.path}: rope_freqs.weight is {tensor.kind.name} {list(tensor.shape)}, expected one f32 row"
-        )
+        raise BadValue(f"{file.path}: {name} is {tensor.kind.name} {list(tensor.shape)}, expected one f32 row")
     values = struct.unpack(f"<{tensor.shape[0]}f", file.read_rows(tensor.name))
     if not all(math.isfinite(value) and value > 0 for value in values):
-        raise BadValue(f"{file.path}: rope_freqs.weight holds a divisor that is not positive")
+        raise BadValue(f"{file.path}: {name} holds a divisor that is not positive")
     return tuple(values)

@@ -48,13 +48,17 @@ class LazyArray:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file: shape [rows.., columns], element type, absolute byte offset and size in bytes."""
+    """A tensor of the file: shape [rows.., columns], element type, absolute byte offset and size in bytes.
+
+    ``part``: the file that holds it, where a model is split over several.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: GgmlType
     offset: int
     nbytes: int
+    part: Path | None = None
 
     @property
     def row_nbytes(self) -> int:
@@ -101,7 +105,7 @@ class GgufFile:
         if not 0 <= start <= stop <= rows:
             raise BadValue(f"{name}: rows {start}..{stop} are outside 0..{rows}")
         wanted, parts, offset = (stop - start) * info.row_nbytes, [], info.offset + start * info.row_nbytes
-        with self.path.open("rb") as file:
+        with (info.part or self.path).open("rb") as file:
             while wanted:
                 part = os.pread(file.fileno(), min(wanted, 1 << 30), offset)
                 if not part:

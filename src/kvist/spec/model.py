@@ -22,7 +22,24 @@ class Llama3Scaling:
     original_max_position: int
 
 
-RopeScaling = LinearScaling | Llama3Scaling
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al., 2024): each frequency divided by a factor of its own, from one of two lists.
+
+    Trained implementations switch lists when a text outgrows ``original_max_position``, which would change what is
+    stored already. Here ``chosen`` (``short`` or ``long``) is fixed once, from the context that the cache is made for:
+    see ``spec.rope.fix_context``. None: not fixed yet, and nothing can run. cos and sin are multiplied by
+    ``attention_factor``.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+    chosen: str | None = None
+
+
+RopeScaling = LinearScaling | Llama3Scaling | LongRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,8 @@ class Attention:
     """Softmax attention whose tokens leave one key and one value per kv head.
 
     ``window`` is the number of visible keys, the current one included; None sees everything. The first ``sinks``
-    positions stay visible behind a window.
+    positions stay visible behind a window. ``qk_norm``: queries and keys are normalised head by head, or, when
+    ``qk_norm_whole``, over all heads together.
     """
 
     num_heads: int
@@ -56,6 +74,7 @@ class Attention:
     out_bias: bool = False
     softcap: float | None = None
     sinks: int = 0
+    qk_norm_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +93,56 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """down(act(gate(x)) * up(x)). ``activation`` is ``silu`` or ``gelu_tanh``."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) when not ``gated``.
+
+    ``activation`` is ``silu``, ``gelu_tanh`` or ``gelu`` (by erf).
+    """
 
     intermediate_size: int
     activation: str
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """``rms``: x / rms(x) * (offset + w); ``offset`` is 1 where the checkpoint stores w - 1 (Gemma, HF form)."""
+    """``rms``: x / rms(x) * (offset + w); ``offset`` is 1 where the checkpoint stores w - 1 (Gemma, HF form).
+
+    ``layer``: (x - mean) / std * w + b, the last only with ``bias``.
+    """
 
     kind: str
     eps: float
     offset: float = 0.0
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer. ``post_norms``: each branch's output is normalised before it joins the residual (Gemma)."""
+    """One decoder layer.
+
+    ``pre_norms``: each branch reads the normalised stream. ``post_norms``: each branch's output is normalised before it
+    joins the residual. ``parallel``: both branches read the stream that entered the layer; with ``shared_norm``, by one
+    norm. ``residual_scale``: each branch's output is multiplied by it.
+    """
 
     attention: Attention | LatentAttention
     feed_forward: FeedForward
     norm: Norm
     post_norms: bool = False
+    pre_norms: bool = True
+    parallel: bool = False
+    shared_norm: bool = False
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole decoder. ``family`` is the row of the family table it came from; ``dtype`` the checkpoint's own type."""
+    """A whole decoder. ``family`` is the row of the family table it came from; ``dtype`` the checkpoint's own type.
+
+    ``learned_positions``: a vector for each of that many positions is added to the embedding. Logits are multiplied by
+    ``logit_scale``, then capped.
+    """
 
     architecture: str
     family: str
@@ -118,6 +158,8 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    learned_positions: int | None = None
+    logit_scale: float = 1.0
 
     @property
     def num_layers(self) -> int:

@@ -1,17 +1,19 @@
 """Tensor names as data: one canonical name per role, its HF and GGUF spellings, and the shape the spec gives it.
 
-Canonical names: ``embed``, ``final_norm``, ``head``, and ``layers.<i>.<role>`` with the roles of ``LAYER_ROLES``; a
-bias is the role with ``.bias`` behind it. Shapes are [rows, columns] = [out, in].
+Canonical names: ``embed``, ``positions``, ``final_norm``, ``head``, and ``layers.<i>.<role>`` with the roles of
+``LAYER_ROLES``, or ``qkv`` and ``gate_up`` where a file stores them fused; a bias is the role with ``.bias`` behind it.
+Shapes are [rows, columns] = [out, in].
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvist.base.errors import SpecError, WeightsError
-from kvist.spec.model import Attention, LayerSpec, ModelSpec
+from kvist.spec.model import Attention, LayerSpec, ModelSpec, Norm
+from kvist.spec.spellings import Scheme, scheme_of
 
 LAYER_ROLES = (
     "input_norm",
@@ -29,71 +31,42 @@ LAYER_ROLES = (
     "post_ffn_norm",
 )
 
-_COMMON_HF = {
-    "input_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-# Without post norms the norm before the feed forward is called post_attention_layernorm; with them that name is taken.
-_HF = {
-    False: {**_COMMON_HF, "pre_ffn_norm": "post_attention_layernorm"},
-    True: {
-        **_COMMON_HF,
-        "post_attention_norm": "post_attention_layernorm",
-        "pre_ffn_norm": "pre_feedforward_layernorm",
-        "post_ffn_norm": "post_feedforward_layernorm",
-    },
-}
-_GGUF = {
-    "input_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "o": "attn_output",
-    "post_attention_norm": "post_attention_norm",
-    "pre_ffn_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-    "post_ffn_norm": "post_ffw_norm",
-}
-_TOP = {
-    "hf": {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"},
-    "gguf": {"embed": "token_embd", "final_norm": "output_norm", "head": "output"},
-}
 # A multimodal checkpoint puts the decoder below one of these; both orders have been published.
 _HF_PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
+_BARE = re.compile(r"^(h\.\d+|wte|wpe|ln_f)\.")  # GPT-2 as it was first published, without "transformer."
 _IGNORED = {
     "hf": re.compile(
         r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|embed_vision)\.|\.rotary_emb\.inv_freq$"
+        r"|\.(attn|attention)\.(bias|masked_bias)$"  # stored causal masks
     ),
-    "gguf": re.compile(r"^rope_freqs\.weight$"),
+    "gguf": re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$"),
 }
 FORMS = ("hf", "gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """A tensor that the spec asks for. ``optional``: a head that is tied, and so may be absent and is not loaded."""
+    """A tensor that the spec asks for, under the file's ``name``.
+
+    ``optional``: a head that is tied, and so may be absent and is not loaded. ``grouped`` (query heads, kv heads, head
+    width): the file's rows go kv head by kv head, see ``grouped_rows``. ``transposed``: stored as [columns, rows].
+    """
 
     canonical: str
     shape: tuple[int, ...]
-    hf: str
-    gguf: str
+    name: str
     optional: bool = False
+    grouped: tuple[int, int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return self.shape[::-1] if self.transposed else self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,55 +89,85 @@ class NameMatch:
             raise WeightsError(f"{where}: tensors do not fit the model's description; " + "; ".join(parts))
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, ExpectedTensor]:
-    """Every tensor of ``spec`` by canonical name, in the order of the decoder. SpecError for layers that cannot run."""
+def expected_tensors(spec: ModelSpec, form: str = "hf") -> dict[str, ExpectedTensor]:
+    """Every tensor of ``spec`` by canonical name, as files of ``form`` (``hf`` or ``gguf``) hold it, in order.
+
+    SpecError for layers that cannot run.
+    """
     tensors: dict[str, ExpectedTensor] = {}
+    top = scheme_of(spec, spec.layers[0], form)
+    wide = (spec.vocab_size, spec.hidden_size)
 
-    def top(role: str, shape: tuple[int, ...], optional: bool = False) -> None:
-        hf, gguf = _TOP["hf"][role], _TOP["gguf"][role]
-        tensors[role] = ExpectedTensor(role, shape, f"{hf}.weight", f"{gguf}.weight", optional)
+    def add(tensor: ExpectedTensor, bias: bool = False) -> None:
+        tensors[tensor.canonical] = replace(tensor, name=f"{tensor.name}.weight")
+        if bias:
+            name = f"{tensor.canonical}.bias"
+            tensors[name] = ExpectedTensor(name, tensor.shape[:1], f"{tensor.name}.bias", grouped=tensor.grouped)
 
-    top("embed", (spec.vocab_size, spec.hidden_size))
+    add(ExpectedTensor("embed", wide, top.embed))
+    if spec.learned_positions is not None:
+        add(ExpectedTensor("positions", (spec.learned_positions, spec.hidden_size), top.positions))
     for index, layer in enumerate(spec.layers):
-        hf_names = _HF[layer.post_norms]
-        for role, shape, bias in _layer_shapes(spec, layer):
-            hf, gguf = f"model.layers.{index}.{hf_names[role]}", f"blk.{index}.{_GGUF[role]}"
-            canonical = f"layers.{index}.{role}"
-            tensors[canonical] = ExpectedTensor(canonical, shape, f"{hf}.weight", f"{gguf}.weight")
-            if bias:
-                name = f"{canonical}.bias"
-                tensors[name] = ExpectedTensor(name, shape[:1], f"{hf}.bias", f"{gguf}.bias")
-    top("final_norm", (spec.hidden_size,))
-    top("head", (spec.vocab_size, spec.hidden_size), optional=spec.tied_embeddings)
+        scheme = scheme_of(spec, layer, form)
+        prefix = scheme.layer.format(index)
+        for role, shape, bias in _layer_shapes(spec, layer, scheme):
+            fused = {"qkv": scheme.qkv, "gate_up": scheme.gate_up}.get(role)
+            add(
+                ExpectedTensor(
+                    f"layers.{index}.{role}",
+                    shape,
+                    prefix + (fused or scheme.roles[role]),
+                    grouped=_groups(layer) if role == "qkv" and scheme.grouped else None,
+                    transposed=scheme.transposed and len(shape) > 1,
+                ),
+                bias,
+            )
+    add(ExpectedTensor("final_norm", (spec.hidden_size,), top.final_norm), spec.norm.bias)
+    add(ExpectedTensor("head", wide, top.head, optional=spec.tied_embeddings))
     return tensors
 
 
-def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> list[tuple[str, tuple[int, ...], bool]]:
+def _groups(layer: LayerSpec) -> tuple[int, int, int]:
+    attention = layer.attention
+    assert isinstance(attention, Attention)
+    return attention.num_heads, attention.num_kv_heads, attention.head_dim
+
+
+def _layer_shapes(spec: ModelSpec, layer: LayerSpec, scheme: Scheme) -> list[tuple[str, tuple[int, ...], bool]]:
     """(role, shape, has a bias) of one layer."""
     attention, width = layer.attention, layer.feed_forward.intermediate_size
     if not isinstance(attention, Attention):
         raise SpecError(f"{spec.architecture}: layers of kind {type(attention).__name__} can be planned, not loaded")
     hidden, h, g = spec.hidden_size, attention.num_heads, attention.num_kv_heads
     qkv, ffn = attention.qkv_bias, layer.feed_forward.bias
-    shapes: list[tuple[str, tuple[int, ...], bool]] = [
-        ("input_norm", (hidden,), False),
-        ("q", (h * attention.head_dim, hidden), qkv),
-        ("k", (g * attention.head_dim, hidden), qkv),
-        ("v", (g * attention.v_head_dim, hidden), qkv),
-    ]
+    shapes: list[tuple[str, tuple[int, ...], bool]] = []
+
+    def norm(role: str, width: int, norm: Norm = layer.norm) -> None:
+        shapes.append((role, (width,), norm.bias))
+
+    if layer.pre_norms:
+        norm("input_norm", hidden)
+    rows = (h * attention.head_dim, g * attention.head_dim, g * attention.v_head_dim)
+    if scheme.qkv:
+        shapes.append(("qkv", (sum(rows), hidden), qkv))
+    else:
+        shapes += [(role, (count, hidden), qkv) for role, count in zip(("q", "k", "v"), rows, strict=True)]
     if attention.qk_norm:
-        shapes += [("q_norm", (attention.head_dim,), False), ("k_norm", (attention.head_dim,), False)]
+        whole = attention.qk_norm_whole
+        norm("q_norm", rows[0] if whole else attention.head_dim)
+        norm("k_norm", rows[1] if whole else attention.head_dim)
     shapes.append(("o", (hidden, h * attention.v_head_dim), attention.out_bias))
     if layer.post_norms:
-        shapes.append(("post_attention_norm", (hidden,), False))
-    shapes += [
-        ("pre_ffn_norm", (hidden,), False),
-        ("gate", (width, hidden), ffn),
-        ("up", (width, hidden), ffn),
-        ("down", (hidden, width), ffn),
-    ]
+        norm("post_attention_norm", hidden)
+    if layer.pre_norms and not layer.shared_norm:
+        norm("pre_ffn_norm", hidden)
+    if layer.feed_forward.gated and scheme.gate_up:
+        shapes.append(("gate_up", (2 * width, hidden), ffn))
+    else:
+        shapes += [(role, (width, hidden), ffn) for role in (("gate", "up") if layer.feed_forward.gated else ("up",))]
+    shapes.append(("down", (hidden, width), ffn))
     if layer.post_norms:
-        shapes.append(("post_ffn_norm", (hidden,), False))
+        norm("post_ffn_norm", hidden)
     return shapes
 
 
@@ -176,8 +179,8 @@ def match_names(
     Shapes are compared when ``shapes`` gives them. Prefixes of multimodal checkpoints are understood; vision towers and
     rotary buffers are passed over. A tied head that is stored again is neither found nor extra.
     """
-    expected = expected_tensors(spec)
-    by_file_name = {getattr(tensor, form): tensor for tensor in expected.values()}
+    expected = expected_tensors(spec, form)
+    by_file_name = {tensor.name: tensor for tensor in expected.values()}
     found: dict[str, str] = {}
     extra: list[str] = []
     for name in names:
@@ -188,14 +191,14 @@ def match_names(
         elif not (tensor.canonical == "head" and spec.tied_embeddings):
             found[tensor.canonical] = name
     missing = [
-        f"{tensor.canonical} ({getattr(tensor, form)})"
+        f"{tensor.canonical} ({tensor.name})"
         for tensor in expected.values()
         if tensor.canonical not in found and not tensor.optional
     ]
     misshaped = [
-        f"{found[name]} is {list(shapes[found[name]])}, expected {list(expected[name].shape)}"
+        f"{found[name]} is {list(shapes[found[name]])}, expected {list(expected[name].stored_shape)}"
         for name in found
-        if shapes is not None and tuple(shapes[found[name]]) != expected[name].shape
+        if shapes is not None and tuple(shapes[found[name]]) != expected[name].stored_shape
     ]
     return NameMatch(found, tuple(missing), tuple(extra), tuple(misshaped))
 
@@ -204,7 +207,7 @@ def _plain(name: str) -> str:
     for prefix, plain in _HF_PREFIXES:
         if name.startswith(prefix):
             return plain + name[len(prefix) :]
-    return name
+    return f"transformer.{name}" if _BARE.match(name) else name
 
 
 def half_split_rows(num_heads: int, head_dim: int) -> list[int]:
@@ -214,3 +217,15 @@ def half_split_rows(num_heads: int, head_dim: int) -> list[int]:
     """
     half = head_dim // 2
     return [h * head_dim + 2 * (d % half) + d // half for h in range(num_heads) for d in range(head_dim)]
+
+
+def grouped_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
+    """Source row of each row when rows that go kv head by kv head become all queries, all keys, all values.
+
+    The file holds, for each kv head, the queries of its group, then its key, then its value.
+    """
+    per_group = num_heads // num_kv_heads
+    heads = [g * (per_group + 2) + q for g in range(num_kv_heads) for q in range(per_group)]
+    for part in (per_group, per_group + 1):
+        heads += [g * (per_group + 2) + part for g in range(num_kv_heads)]
+    return [head * head_dim + d for head in heads for d in range(head_dim)]

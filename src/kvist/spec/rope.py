@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 
 from kvist.base.errors import BadValue
-from kvist.spec.model import LinearScaling, Llama3Scaling, Rope
+from kvist.spec.model import Attention, LinearScaling, Llama3Scaling, LongRope, ModelSpec, Rope
 
 _FLOAT32 = struct.Struct("<f")
 
@@ -34,13 +35,49 @@ def inverse_frequencies(rope: Rope) -> tuple[float, ...]:
             return tuple(round_float32(f / factor) for f in plain)
         case Llama3Scaling() as scaling:
             return tuple(_llama3(f, scaling) for f in plain)
+        case LongRope() as scaling:
+            return _longrope(rope, scaling)
     raise BadValue(f"rope scaling {rope.scaling!r} has no rule")
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cos and sin are multiplied by: 1 for every scaling known here (yarn and longrope would differ)."""
-    del rope
-    return 1.0
+    """What cos and sin are multiplied by: 1, or what LongRoPE says."""
+    return rope.scaling.attention_factor if isinstance(rope.scaling, LongRope) else 1.0
+
+
+def fix_context(spec: ModelSpec, ctx_size: int) -> ModelSpec:
+    """``spec`` with every LongRoPE list chosen by the context that the cache is made for, and a note that says so.
+
+    The choice holds for every position and every request, however short: what is stored never depends on what comes.
+    """
+    fixed: dict[Rope, Rope] = {}
+    layers = []
+    for layer in spec.layers:
+        attention = layer.attention
+        rope = attention.rope
+        if rope is not None and isinstance(rope.scaling, LongRope) and isinstance(attention, Attention):
+            if rope not in fixed:
+                chosen = "long" if ctx_size > rope.scaling.original_max_position else "short"
+                fixed[rope] = replace(rope, scaling=replace(rope.scaling, chosen=chosen))
+            layer = replace(layer, attention=replace(attention, rope=fixed[rope]))
+        layers.append(layer)
+    notes = tuple(
+        f"LongRoPE: the {rope.scaling.chosen} factors, fixed by a context of {ctx_size} tokens"
+        f" (the model's first range is {rope.scaling.original_max_position})"
+        for rope in fixed.values()
+        if isinstance(rope.scaling, LongRope)
+    )
+    return replace(spec, layers=tuple(layers), notes=(*spec.notes, *notes)) if fixed else spec
+
+
+def _longrope(rope: Rope, scaling: LongRope) -> tuple[float, ...]:
+    if scaling.chosen not in ("short", "long"):
+        raise BadValue("LongRoPE factors are not chosen: they are fixed from the context size when a model is loaded")
+    factors = scaling.long if scaling.chosen == "long" else scaling.short
+    if len(factors) != rope.rotary_dim // 2:
+        raise BadValue(f"rope has {rope.rotary_dim // 2} channel pairs, but {len(factors)} LongRoPE factors are given")
+    powers = [round_float32(math.pow(rope.theta, round_float32(2 * i / rope.rotary_dim))) for i in range(len(factors))]
+    return tuple(round_float32(1.0 / round_float32(round_float32(f) * p)) for f, p in zip(factors, powers, strict=True))
 
 
 def _inverse(theta: float, channel: int, rotary_dim: int) -> float:

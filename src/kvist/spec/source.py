@@ -8,10 +8,12 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvist.base.errors import Corrupt, UsageError
+from kvist.spec.elsewhere import HUB_ID, OLLAMA, hub_folder, ollama_file
+from kvist.spec.gguf_split import split_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class ModelSource:
 
     def shards(self) -> tuple[Path, ...]:
         """The files that hold the tensors; UsageError when one that the index names is absent."""
-        return (self.path,) if self.kind == "gguf" else _shards(self.path)
+        return split_parts(self.path) if self.kind == "gguf" else _shards(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +116,29 @@ def resolve(model: str) -> ModelSource:
         if not path.is_file():
             raise UsageError(f"{path} is missing from package {alias.package}; install it again: {alias.install}")
         return ModelSource("gguf", path, path.stem, alias.name)
-    path = Path(model).expanduser()
+    if model.startswith(OLLAMA):
+        return ModelSource("gguf", ollama_file(model[len(OLLAMA) :]), model[len(OLLAMA) :])
+    path = expanded(model)
     if path.is_dir():
         return _folder(path)
     if path.is_file():
         if path.suffix == ".gguf":
-            return ModelSource("gguf", path, path.stem)
+            return ModelSource("gguf", split_parts(path)[0], path.stem)
         raise UsageError(f"{path} is neither a .gguf file nor a folder with config.json and *.safetensors")
+    if HUB_ID.match(model):
+        return replace(_folder(hub_folder(model)), name=model)
     raise UsageError(
-        f"no such model: {model!r} is neither a file or folder nor one of the aliases {', '.join(ALIASES)}"
+        f"no such model: {model!r} is neither a file or folder, nor a hub id (owner/name), nor ollama:NAME, nor one of "
+        f"the aliases {', '.join(ALIASES)}"
     )
+
+
+def expanded(model: str) -> Path:
+    """``model`` as a path, ~ resolved where it means somebody."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~ and a name that nobody has
+        return Path(model)
 
 
 def _folder(path: Path) -> ModelSource:
@@ -140,11 +155,15 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise Corrupt(f"{index} has no readable weight_map: {error}") from error
         shards = tuple(folder / str(name) for name in names)
     else:
         shards = tuple(sorted(folder.glob("*.safetensors")))
+    # A name from a stranger's file must stay in the folder; links that a hub cache makes lead out of it on purpose.
+    outside = [shard for shard in shards if shard.parent != folder or shard.name in ("", ".", "..")]
+    if outside:
+        raise Corrupt(f"{index} names a file outside its folder: {str(outside[0])[-80:]!r}")
     if not shards:
         raise UsageError(f"{folder} has no *.safetensors; kvist runs safetensors and GGUF weights")
     absent = [shard.name for shard in shards if not shard.is_file()]

@@ -79,7 +79,7 @@ class Course:
         ``ring_chunk``: window layers keep their rows in rings with room for steps of that many tokens.
         """
         self.subject, self.spec = subject, spec or subject.spec
-        groups = groups_of(self.spec, subject.kv_dtype, block_size)
+        groups = groups_of(self.spec, subject.kv_dtype, block_size, ring_chunk)
         if ring_chunk is not None:
             groups = tuple(_as_ring(group, ring_chunk) for group in groups)
         self.groups = groups
@@ -210,7 +210,7 @@ def _left(op: Op, step: Step, row: int, request: int, position: int) -> Tensor:
 
 
 def _as_ring(group: Group, chunk: int) -> Group:
-    if group.window is None:
+    if group.window is None or group.ring is not None:
         return group
     ring = Ring(group.window, 0, group.block_size, chunk)
     return replace(group, layout=replace(group.layout, addressing=ring))

@@ -1,8 +1,9 @@
 """A whole decoder in float64, judged from outside: no cache, no kernels, no batching, own rotation and own mask.
 
 Written from the published architectures (Llama; Gemma 2 and 3: norms around both branches, normalised queries and keys,
-sliding layers), on one token list at a time. Everything that the engine shares between its paths is done differently
-here, so that one bug cannot sit on both sides of a comparison.
+sliding layers; OLMo 2: norms behind the branches only; Granite: multipliers; GPT-2 and its like: layer norms, learned
+positions, no gate; GPT-NeoX and Falcon: parallel branches), on one token list at a time. Everything that the engine
+shares between its paths is done differently here, so that one bug cannot sit on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import torch
 from torch import Tensor
 
 from kvist.base.errors import VerifyError
-from kvist.spec.model import Attention, FeedForward, LayerSpec, LinearScaling, Llama3Scaling, ModelSpec, Norm, Rope
+from kvist.spec.model import (
+    Attention,
+    FeedForward,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LongRope,
+    ModelSpec,
+    Norm,
+    Rope,
+)
 
 # Gives a tensor of any floating type by canonical name (kvist.spec.names): "embed", "layers.3.q", "layers.3.q.bias".
 Weights = Callable[[str], Tensor]
@@ -38,6 +49,7 @@ def judge_logits(
     head = weights("embed" if spec.tied_embeddings else "head")
     count = max(1, HEAD_ROWS // spec.hidden_size)
     logits = torch.cat([x @ head[row : row + count].double().T for row in range(0, len(head), count)], -1)
+    logits = logits * spec.logit_scale
     return logits if spec.logit_softcap is None else spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
 
 
@@ -46,6 +58,8 @@ def judge_hidden(
 ) -> Tensor:
     """The final normalised states float64 [T, hidden]; ``observe(layer, x)`` is shown the stream behind each layer."""
     x = weights("embed")[torch.tensor(tokens)].double() * spec.embedding_scale
+    if spec.learned_positions is not None:
+        x = x + weights("positions")[: len(tokens)].double()
     for index, layer in enumerate(spec.layers):
 
         def layer_weights(role: str, index: int = index) -> Tensor:
@@ -54,7 +68,7 @@ def judge_hidden(
         x = _layer(layer, layer_weights, x)
         if observe is not None:
             observe(index, x)
-    return _normalise(x, weights("final_norm"), spec.norm)
+    return _normalise(x, weights, "final_norm", spec.norm)
 
 
 def rotation_angles(rope: Rope, length: int) -> Tensor:
@@ -66,6 +80,9 @@ def rotation_angles(rope: Rope, length: int) -> Tensor:
         frequencies = [f / rope.scaling.factor for f in frequencies]
     elif isinstance(rope.scaling, Llama3Scaling):
         frequencies = [_llama3_frequency(f, rope.scaling) for f in frequencies]
+    elif isinstance(rope.scaling, LongRope):
+        factors = {"short": rope.scaling.short, "long": rope.scaling.long}[str(rope.scaling.chosen)]
+        frequencies = [f / factor for f, factor in zip(frequencies, factors, strict=True)]
     return torch.outer(torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
 
 
@@ -81,14 +98,18 @@ def _layer(layer: LayerSpec, weights: Weights, x: Tensor) -> Tensor:
     """One layer on the stream x [T, hidden]."""
     if not isinstance(layer.attention, Attention):
         raise VerifyError(f"layers of kind {type(layer.attention).__name__} have no judge yet")
-    branch = _attention(layer.attention, layer.norm, weights, _normalise(x, weights("input_norm"), layer.norm))
-    if layer.post_norms:
-        branch = _normalise(branch, weights("post_attention_norm"), layer.norm)
-    x = x + branch
-    branch = _feed_forward(layer.feed_forward, weights, _normalise(x, weights("pre_ffn_norm"), layer.norm))
-    if layer.post_norms:
-        branch = _normalise(branch, weights("post_ffn_norm"), layer.norm)
-    return x + branch
+    norm = layer.norm
+    before_ffn = "input_norm" if layer.shared_norm else "pre_ffn_norm"
+
+    def read(role: str, stream: Tensor) -> Tensor:
+        return _normalise(stream, weights, role, norm) if layer.pre_norms else stream
+
+    def join(role: str, branch: Tensor) -> Tensor:
+        return layer.residual_scale * (_normalise(branch, weights, role, norm) if layer.post_norms else branch)
+
+    attended = x + join("post_attention_norm", _attention(layer.attention, norm, weights, read("input_norm", x)))
+    fed = read(before_ffn, x if layer.parallel else attended)
+    return attended + join("post_ffn_norm", _feed_forward(layer.feed_forward, weights, fed))
 
 
 def _attention(attention: Attention, norm: Norm, weights: Weights, x: Tensor) -> Tensor:
@@ -104,10 +125,15 @@ def _attention(attention: Attention, norm: Norm, weights: Weights, x: Tensor) ->
     q, k = project("q", attention.num_heads), project("k", attention.num_kv_heads)
     v = project("v", attention.num_kv_heads)
     if attention.qk_norm:
-        q, k = _normalise(q, weights("q_norm"), norm), _normalise(k, weights("k_norm"), norm)
+        if attention.qk_norm_whole:
+            q, k = q.flatten(1), k.flatten(1)
+        q, k = _normalise(q, weights, "q_norm", norm), _normalise(k, weights, "k_norm", norm)
+        q, k = q.view(length, attention.num_heads, -1), k.view(length, attention.num_kv_heads, -1)
     if attention.rope is not None:
         angles = rotation_angles(attention.rope, length)
-        q, k = _turn(q, angles), _turn(k, angles)
+        scaling = attention.rope.scaling
+        stretch = scaling.attention_factor if isinstance(scaling, LongRope) else 1.0
+        q, k = _turn(q, angles, stretch), _turn(k, angles, stretch)
     per_group = attention.num_heads // attention.num_kv_heads
     k, v = k.repeat_interleave(per_group, 1), v.repeat_interleave(per_group, 1)
     scores = torch.einsum("thd,jhd->htj", q, k) * attention.scale
@@ -115,41 +141,49 @@ def _attention(attention: Attention, norm: Norm, weights: Weights, x: Tensor) ->
         scores = attention.softcap * torch.tanh(scores / attention.softcap)
     hidden = torch.ones(length, length).triu(1)  # the future
     if attention.window is not None:
-        hidden = hidden + torch.ones(length, length).tril(-attention.window)  # and what fell out of the window
+        gone = torch.ones(length, length).tril(-attention.window)  # and what fell out of the window
+        gone[:, : attention.sinks] = 0  # except the sinks
+        hidden = hidden + gone
     scores = scores + torch.zeros(length, length, dtype=torch.float64).masked_fill(hidden > 0, -math.inf)
     mixed = torch.einsum("htj,jhd->thd", torch.softmax(scores, -1), v)
     out = mixed.reshape(length, -1) @ weights("o").T
     return out + weights("o.bias") if attention.out_bias else out
 
 
-def _turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate channel pairs (i, i + rotary/2) of x [T, heads, D] as complex numbers."""
+def _turn(x: Tensor, angles: Tensor, stretch: float) -> Tensor:
+    """Rotate channel pairs (i, i + rotary/2) of x [T, heads, D] as complex numbers, and stretch them."""
     half = angles.shape[1]
-    turned = (
-        torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    )
+    lengths = torch.full_like(angles, stretch)
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(lengths, angles)[:, None]
     return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
 
 
 def _feed_forward(ffn: FeedForward, weights: Weights, x: Tensor) -> Tensor:
-    """down(act(gate) * up)."""
+    """down(act(gate) * up), or down(act(up)) without a gate."""
 
     def project(role: str, y: Tensor) -> Tensor:
         y = y @ weights(role).T
         return y + weights(f"{role}.bias") if ffn.bias else y
 
-    gate = project("gate", x)
+    gate = project("gate" if ffn.gated else "up", x)
     if ffn.activation == "silu":
         gate = gate / (1 + torch.exp(-gate))
     elif ffn.activation == "gelu_tanh":
         gate = gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    elif ffn.activation == "gelu":
+        gate = gate / 2 * (1 + torch.erf(gate / math.sqrt(2)))
     else:
-        raise VerifyError(f"activation {ffn.activation!r} has no judge: known are silu and gelu_tanh")
-    return project("down", gate * project("up", x))
+        raise VerifyError(f"activation {ffn.activation!r} has no judge: known are silu, gelu_tanh and gelu")
+    return project("down", gate * project("up", x) if ffn.gated else gate)
 
 
-def _normalise(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """RMS norm over the last axis."""
-    if norm.kind != "rms":
-        raise VerifyError(f"norm {norm.kind!r} has no judge: known is rms")
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.eps) * (norm.offset + weight.double())
+def _normalise(x: Tensor, weights: Weights, role: str, norm: Norm) -> Tensor:
+    """RMS norm or layer norm over the last axis, with the weights of ``role``."""
+    weight = norm.offset + weights(role).double()
+    if norm.kind == "layer":
+        y = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + norm.eps) * weight
+    elif norm.kind == "rms":
+        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.eps) * weight
+    else:
+        raise VerifyError(f"norm {norm.kind!r} has no judge: known are rms and layer")
+    return y + weights(f"{role}.bias").double() if norm.bias else y

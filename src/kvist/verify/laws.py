@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvist.kernels.ops import SPLIT
+from kvist.spec.bounded import bounded
 from kvist.spec.model import Attention, ModelSpec
 from kvist.verify.course import Course, Lane, Subject, Tap
 from kvist.verify.report import FirstDifference, LawRow
@@ -184,13 +185,15 @@ def paths(spec: ModelSpec, length: int, *, full: bool) -> Iterator[Path]:
         yield Path(one, f"{threads} thread{'s' * (threads > 1)}", in_chunks(90), crossed_splits, {"threads": threads})
     yield Path(one, "shared beginning", shared_beginning, shared_blocks, {"lanes": 3})
     yield Path(one, "truncate and continue", wrong_turns(45), crossed_splits)
-    windows = {layer.attention.window for layer in spec.layers if isinstance(layer.attention, Attention)} - {None}
-    if windows:
+    attentions = [layer.attention for layer in spec.layers if isinstance(layer.attention, Attention)]
+    if any(attention.window is not None and not attention.sinks for attention in attentions):
         small = {"block_size": 16, "step_tokens": 64}
         yield Path(one, "past the window", in_chunks(50), gave_back, small)
     window = length // 3
     small = {"block_size": 16, "step_tokens": 64, "ring_chunk": 64}
     yield Path("ring = its mask", f"ring of {window} rows", in_chunks(48), gave_back, small, windowed(window))
+    behind = f"ring of {window} rows behind 20 sinks"
+    yield Path("ring = its mask", behind, in_chunks(48), gave_back, small, lambda spec: bounded(spec, window, 20))
 
 
 class Laws:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.base.errors import VerifyError
-from kvist.compose import open_model
+from kvist.compose import default_context, open_model
 from kvist.kernels.dispatch import VARIABLE, choose
 from kvist.kernels.fingerprint import fingerprint
 from kvist.kernels.native import NativeBackend, variants
@@ -19,6 +19,7 @@ from kvist.kernels.ops import Backend
 from kvist.model.held import PACKED, can_pack, held_as
 from kvist.model.weights import load_weights
 from kvist.spec.model import Attention, ModelSpec
+from kvist.spec.rope import fix_context
 from kvist.spec.source import resolve
 from kvist.text.tokenizer import Tokenizer
 from kvist.verify.course import Course, Subject
@@ -98,6 +99,7 @@ def load_subject(
     """A model's weights on one kernel variant, held as ``form`` (packed or an element type), and its tokenizer."""
     source = resolve(model)
     spec, checkpoint, tokenizer = open_model(source)
+    spec = fix_context(spec, default_context(spec))
     backend = NativeBackend(variant)
     held = held_as(spec, checkpoint, backend, form if isinstance(form, str) else form.name)
     held.require_memory(source.name)

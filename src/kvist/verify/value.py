@@ -27,8 +27,14 @@ def held_weights(subject: Subject) -> Callable[[str], Tensor]:
         if name in ("embed", "head"):
             weight = weights.embed if name == "embed" else weights.head
             return part(weight, 0, weight.n)
+        if name == "positions":
+            assert weights.positions is not None
+            return part(weights.positions, 0, weights.positions.n)
         if name == "final_norm":
             return weights.final_norm.weight - spec.norm.offset
+        if name == "final_norm.bias":
+            assert weights.final_norm.bias is not None
+            return weights.final_norm.bias
         _, index, role, *rest = name.split(".")
         layer, layer_spec = weights.layers[int(index)], spec.layers[int(index)]
         a = layer_spec.attention
@@ -36,14 +42,15 @@ def held_weights(subject: Subject) -> Callable[[str], Tensor]:
         q, k = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         ends = {"q": (0, q), "k": (q, q + k), "v": (q + k, q + k + a.num_kv_heads * a.v_head_dim)}
         ffn = layer_spec.feed_forward.intermediate_size
-        ends |= {"gate": (0, ffn), "up": (ffn, 2 * ffn)}
+        ends |= {"gate": (0, ffn), "up": (ffn, 2 * ffn) if layer_spec.feed_forward.gated else (0, ffn)}
         fused = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}.get(role, role)
+        held = getattr(layer, fused)
+        if isinstance(held, NormWeight):
+            assert not rest or held.bias is not None
+            return held.bias if rest and held.bias is not None else held.weight - layer_spec.norm.offset
         if rest:  # a bias
             bias: Tensor = getattr(layer, f"{fused}_bias")
             return bias[slice(*ends[role])] if role in ends else bias
-        held = getattr(layer, fused)
-        if isinstance(held, NormWeight):
-            return held.weight - layer_spec.norm.offset
         start, stop = ends.get(role, (0, held.n))
         return part(held, start, stop)
 

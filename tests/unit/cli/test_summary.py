@@ -40,7 +40,7 @@ def test_the_object_has_the_promised_keys() -> None:
         "prefill_tok_s": 25.0,
         "decode_tok_s": 20.0,
         "ttft_s": 0.5,
-        "cache": {"bytes": 1 << 20, "bytes_per_token": 512, "dtype": "bfloat16"},
+        "cache": {"bytes": 1 << 20, "bytes_per_token": 512, "dtype": "bfloat16", "tokens_seen": 12, "rows_kept": 12},
         "projections": {"with_cache": 12, "without_cache": 33},
     }
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import letters
 from kvist import Sampling, load
-from kvist.base.errors import OutOfMemory, UsageError, WeightsError
+from kvist.base.errors import BadSampling, OutOfMemory, UsageError, WeightsError
 from kvist.cache.check import check
 from kvist.cache.sizing import blocks_for, context_bytes, pool_bytes
 from kvist.compose import LLM
@@ -67,7 +67,7 @@ def save(folder: Path, config: dict[str, Any]) -> Path:
             scale = 3 / tensor.shape[-1] ** 0.5 if len(tensor.shape) > 1 else 0.3
             if name == "embed":
                 scale /= 5  # tied: a large one would only ever repeat the last token
-            tensors[tensor.hf] = torch.randn(tensor.shape, generator=draw) * scale
+            tensors[tensor.name] = torch.randn(tensor.shape, generator=draw) * scale
     save_file(tensors, str(folder / "model.safetensors"))
     return folder
 
@@ -184,3 +184,21 @@ def test_a_missing_tensor_is_named_before_anything_is_allocated(llama: Path, tmp
 def test_a_small_context_still_serves_many(llama: Path) -> None:
     llm = load(llama, ctx_size=8, max_num_seqs=16)
     assert [len(found) for found in ids(llm, ["abc"] * 5)] == [6] * 5  # 8 stored, the last one only sampled
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", [None], [b"abc"], [["a"]], [5]])
+def test_what_is_no_prompt_is_refused_by_name(llama: Path, prompts: object) -> None:
+    with pytest.raises(UsageError, match=r"give a text|a prompt is a text or a list of token ids"):
+        load(llama).generate(prompts)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("settings", [{"stop": None}, {"stop": 5}, {"stop": [1]}])
+def test_what_is_no_stop_is_refused_by_name(llama: Path, settings: dict[str, object]) -> None:
+    with pytest.raises(BadSampling, match="give a tuple of strings"):
+        load(llama).generate("a", **settings)
+
+
+@pytest.mark.parametrize("ctx_size", [1.5, "8", 0, -1])
+def test_what_is_no_context_is_refused_by_name(llama: Path, ctx_size: object) -> None:
+    with pytest.raises(UsageError, match="ctx_size is"):
+        load(llama, ctx_size=ctx_size)  # type: ignore[arg-type]

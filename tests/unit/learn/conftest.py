@@ -73,7 +73,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     draw = torch.Generator().manual_seed(5)
     tensors = {
-        tensor.hf: torch.randn(tensor.shape, generator=draw) * 0.2
+        tensor.name: torch.randn(tensor.shape, generator=draw) * 0.2
         for tensor in expected_tensors(model_spec(folder)).values()
         if not tensor.optional
     }

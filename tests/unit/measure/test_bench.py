@@ -67,6 +67,17 @@ def test_report_of_a_small_model(
     assert "decode at depth 100" in text and "3 requests at 48, one prefix" in text and "left out: prefill" in text
 
 
+def test_the_pool_holds_a_batch_of_a_model_with_windows(windows: Path) -> None:
+    effort = replace(TINY, prefills=(64,), depths=(0,), seqs=4, seq_depth=700, tokens=2)
+    work = module._Bench(str(windows), effort, lambda text: None, perf_counter)
+    llm = work._load()
+    prefills, decodes, batches = work._serve(llm)
+    assert work.left_out == [] and list(prefills) == [64] and list(decodes) == [0]
+    for shared in (0, 700):
+        assert [window.tokens for window in batches[shared].windows] == [4 * 2] * 2
+    assert llm.engine.idle
+
+
 def test_every_request_of_a_batch_advances_in_every_window(folder: Path) -> None:
     llm = kvist.load(folder, ctx_size=256, memory=1 << 24)
     prompts = Prompts(llm, 64)

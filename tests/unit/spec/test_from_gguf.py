@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvist.base.errors import BadValue, MissingField, SpecError, UnknownArchitecture
+from kvist.base.errors import BadValue, MissingField, UnknownArchitecture, UsageError
 from kvist.spec.from_gguf import gguf_model
 from kvist.spec.model import Attention, LinearScaling, Rope
 from kvist.spec.names import match_names
@@ -78,7 +78,7 @@ def test_linear_scaling(write_gguf: Callable[..., Path], llama_metadata: dict[st
         ({"llama.vocab_size": None}, MissingField, "vocab_size"),
         ({"llama.rope.scaling.type": "yarn"}, BadValue, "rope scaling 'yarn'"),
         ({"llama.rope.dimension_count": 15}, BadValue, "rope.dimension_count = 15 must be even"),
-        ({"split.count": 3}, SpecError, "one of 3 parts"),
+        ({"split.count": 3}, UsageError, "one of 3 parts"),
     ],
 )
 def test_fails_closed(

@@ -61,7 +61,7 @@ def spec() -> ModelSpec:
 
 
 def test_every_difference_is_listed() -> None:
-    names = {tensor.hf: tensor.shape for tensor in expected_tensors(spec()).values()}
+    names = {tensor.name: tensor.shape for tensor in expected_tensors(spec()).values()}
     names["model.layers.9.extra.weight"] = (1,)
     names["model.layers.0.self_attn.rotary_emb.inv_freq"] = (8,)
     del names["model.layers.1.mlp.up_proj.weight"]

@@ -58,7 +58,9 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_found(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither a file or folder nor one of the aliases smollm2, gemma3"):
+    with pytest.raises(
+        UsageError, match=r"neither a file or folder, nor a hub id .*, nor one of the aliases smollm2, gemma3"
+    ):
         resolve(str(tmp_path / "absent"))
     empty = tmp_path / "empty"
     empty.mkdir()

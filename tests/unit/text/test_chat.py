@@ -52,6 +52,62 @@ def test_a_template_that_fails_says_so(source: str, words: str) -> None:
         render(source)
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'x' * 10 ** 10",
+        "10 ** 9 * [1]",
+        "10 ** (10 ** 10)",
+        "(10 ** 300) ** (10 ** 8)",
+        "'%2000000000d' % 1",
+        "'%*d' % (2000000000, 1)",
+        "'x'.ljust(10 ** 10)",
+        "'{:>2000000000}'.format(1)",
+        "'x' | center(10 ** 10)",
+        "'x' | indent(10 ** 10, first=true)",
+        "'%2000000000d' | format(1)",
+        "range(10 ** 9) | list",
+    ],
+)
+def test_no_step_makes_something_huge(expression: str) -> None:
+    with pytest.raises(UsageError, match=r"allowed|too big|OverflowError"):
+        render("{{ (" + expression + ") | string | length }}")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "cycler.__init__.__globals__",
+        "lipsum.__globals__['os']",
+        "self.__init__.__globals__",
+        "messages.__class__.__base__",
+        "''.format.__self__.__class__",
+        "'{0.__class__}'.format(messages)",
+        "joiner.__init__",
+        "namespace.__init__.__globals__",
+        "(messages | map(attribute='__class__') | list)[0].__mro__",
+        "messages | attr('__class__')",
+    ],
+)
+def test_no_way_out_of_the_sandbox(expression: str) -> None:
+    """Either refused, or nothing comes of it: never a class, a module or a function's globals."""
+    try:
+        text = render("{{ " + expression + " }}")
+    except UsageError:
+        return
+    assert "<class" not in text and "module" not in text and "builtin" not in text, text
+
+
+def test_no_file_is_read() -> None:
+    for source in ("{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{% extends '/etc/passwd' %}"):
+        with pytest.raises(UsageError):
+            render(source)
+
+
+def test_ordinary_arithmetic_stays() -> None:
+    assert render("{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%03d' % 7 }}{{ 'x'.ljust(3) }}|") == "ababab10243007x  |"
+
+
 def test_the_callers_messages_stay() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     with pytest.raises(UsageError):

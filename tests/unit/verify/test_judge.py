@@ -90,7 +90,7 @@ def tiny(name: str, dtype: torch.dtype) -> tuple[Any, ModelSpec, Callable[[str],
                 parameter += 1
     spec = model_spec(config.to_dict() | {"architectures": [type(model).__name__]})
     state, names = model.state_dict(), expected_tensors(spec)
-    return model, spec, lambda canonical: state[names[canonical].hf]
+    return model, spec, lambda canonical: state[names[canonical].name]
 
 
 def tokens_of(spec: ModelSpec, count: int) -> list[int]:

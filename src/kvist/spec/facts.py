@@ -1,0 +1,77 @@
+"""What a row of the family table holds: the names of an architecture, how its cache is sized, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvist.spec.rules import CacheRule
+
+# Always so, or what a flag of the config says: (field, value where it is absent).
+Flag = bool | tuple[str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderFacts:
+    """What running a family needs beyond the sizes in its config.
+
+    ``rope_theta`` and ``local_rope_theta``: bases where the config gives none. ``norm_offset`` holds for HF weights;
+    GGUF files of Gemma have the 1 added already. ``gguf_permuted_qk``: q and k rows are interleaved in GGUF files.
+    ``gelu_is_tanh``: old configs say ``gelu`` and mean its tanh form. ``multipliers``: the config scales embedding,
+    attention, residual and logits. ``no_rope_step``: every step-th layer has no rotation where no list says which.
+    ``one_norm_unless``: parallel branches share a norm unless this flag is set. ``required``: flags that must have
+    this value, else the model is refused. ``absent``: what the class gives to fields that published configs leave out.
+    """
+
+    activation: str = "silu"
+    gelu_is_tanh: bool = False
+    gated: bool = True
+    ffn_factor: int | None = None
+    norm: str = "rms"
+    norm_eps: tuple[str, ...] = ("rms_norm_eps",)
+    norm_offset: float = 0.0
+    pre_norms: bool = True
+    post_norms: bool = False
+    parallel: Flag = False
+    one_norm_unless: str | None = None
+    qk_norm: bool = False
+    qk_norm_whole: bool = False
+    qkv_bias: Flag = ("attention_bias", False)
+    out_bias: Flag = ("attention_bias", False)
+    ffn_bias: Flag = False
+    scaled_embedding: bool = False
+    tied_embeddings: bool = False
+    query_scalar: bool = False
+    multipliers: bool = False
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    windows: bool = False
+    learned_positions: bool = False
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    rotary_factor: float = 1.0
+    no_rope_step: int | None = None
+    gguf_permuted_qk: bool = False
+    # Trained with queries scaled by hidden / heads instead of head_dim, which its GGUF files do not say:
+    # the number of layers tells (llama.cpp decides the same way).
+    gguf_scale_by_hidden_at_layers: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    required: Mapping[str, bool] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture: the names it goes by, the values its class gives to absent fields, and how to run it.
+
+    ``decoder`` is None where the cache can be planned but the model cannot be run.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    gguf: tuple[str, ...] = ()
+    cache: CacheRule = field(default_factory=CacheRule)
+    decoder: DecoderFacts | None = None
+    class_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,162 @@
+"""Writes docs/models.md from the family table, so that what is said is what runs. ``--check``: only compare.
+
+What was compared is read from the tests' own list of small models (tests/family_configs.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from kvist.spec.facts import DecoderFacts, Family
+from kvist.spec.families import FAMILIES
+from kvist.spec.rules import CacheRule, Every, Periodic, Windowed
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+
+_ORDINALS = {2: "second", 6: "sixth"}
+
+HEAD = """\
+# Models
+
+<!-- Written by tools/write_models.py from the family table: change the rows, not this page. -->
+
+A family is one row of data on one decoder and one set of kernels; there is no code of a family's own. Every field that
+decides something is read from the checkpoint, and what is missing, of a wrong type or out of range is an error with the
+field's name. A model is named by a folder, a `.gguf` file (whole or in parts), a hub id (`owner/name`, or
+`owner/name@revision`), `ollama:NAME[:TAG]`, or one of the aliases of `kvist info`.
+
+## Families that run
+
+| family | `model_type` | GGUF | what a token leaves in a layer | what else is its own | compared |
+|---|---|---|---|---|---|
+"""
+
+AFTER = """
+*Compared* counts small random models that `transformers` made and saved (every tensor random, biases and norms moved
+away from 0 and 1): float32 logits of kvist and of `transformers` agree within 1e-4, relative, at each of 300 positions,
+on the native and on the reference kernels, past windows, splits of 128 keys and LongRoPE's first range; in pieces of
+any size they are equal in every bit. The float64 judge of `kvist verify` is held against the same models, and where a
+GGUF file can say it all, the same model written as GGUF too (in the table: + GGUF), by a converter of the tests' own.
+Of real weights only the two that come as packages were run here: SmolLM2 135M (llama) and Gemma 3 270M. The others were
+too large for, or out of reach of, the machine that this was built on: nothing is claimed of their text.
+
+What is refused by name: checkpoints quantised in safetensors (GPTQ, AWQ, FP8, MXFP4, bitsandbytes, ...), ALiBi,
+mixtures of experts, encoders, YaRN and dynamic NTK scaling, and anything that reads beyond the causal mask.
+
+LongRoPE (Phi-3's long variants) has two lists of factors. Elsewhere the list changes when a text outgrows the first
+range, which changes keys that are stored already. Here it is fixed when the model is loaded, from `--ctx-size`, and
+printed: a longer context than the first range takes the long factors for every position of every request.
+
+`--kv-window N --kv-sinks S` runs any of them in bounded memory: a query sees the first S and the newest N keys, at
+their own positions. That is another function than the model's own, and the summary says so.
+
+## Families whose cache can be planned
+
+`kvist plan` knows what these leave behind; they cannot be run yet.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    runs = [family for family in FAMILIES if family.decoder is not None]
+    plans = [family for family in FAMILIES if family.decoder is None]
+    rows = "".join(_row(family, family.decoder) for family in runs if family.decoder is not None)
+    planned = "".join(f"- {family.name}: {', '.join(family.model_types)}\n" for family in plans)
+    return HEAD + rows + AFTER + planned
+
+
+def _row(family: Family, facts: DecoderFacts) -> str:
+    cells = (
+        family.name,
+        ", ".join(family.model_types),
+        ", ".join(family.gguf) or "(llama)" if family.name == "mistral" else ", ".join(family.gguf) or "none",
+        _leaves(family.cache, facts),
+        "; ".join(_features(facts)) or "nothing",
+        _compared(family),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _leaves(rule: CacheRule, facts: DecoderFacts) -> str:
+    heads = "a key and a value per kv head"
+    if rule.one_kv_head is not None:
+        heads += " (one kv head unless the config says otherwise)"
+    if not facts.windows:
+        return heads
+    match rule.pattern:
+        case Periodic(period):
+            return f"{heads}; a window on all but every {_ORDINALS.get(period, f'{period}th')} layer"
+        case Windowed(gate) if gate is not None:
+            return f"{heads}; a window on the layers that `{gate}` switches on"
+        case Windowed() | Every():
+            return f"{heads}; a window where the config sets one"
+    return heads
+
+
+def _features(facts: DecoderFacts) -> list[str]:
+    """What sets the family apart from Llama."""
+    found = []
+    if facts.norm == "layer":
+        found.append("layer norms with bias")
+    if not facts.pre_norms:
+        found.append("norms behind the branches only")
+    elif facts.post_norms:
+        found.append("norms around both branches")
+    if facts.qk_norm:
+        found.append("queries and keys normalised " + ("over all heads" if facts.qk_norm_whole else "per head"))
+    if not facts.gated:
+        found.append("a feed forward without gate")
+    if facts.parallel:
+        found.append("parallel branches")
+    if facts.learned_positions:
+        found.append("learned positions")
+    if facts.rotary_factor != 1.0:
+        found.append("partial rotation")
+    if facts.no_rope_step:
+        found.append("layers without rotation")
+    if facts.local_rope_theta:
+        found.append("another rotation base under windows")
+    if facts.scaled_embedding:
+        found.append("scaled embedding")
+    if facts.multipliers:
+        found.append("multipliers on embedding, attention, residual and logits")
+    if facts.attn_softcap:
+        found.append("soft caps on scores and logits")
+    if facts.qkv_bias is True:
+        found.append("biases on q, k and v")
+    return found
+
+
+def _compared(family: Family) -> str:
+    sys.path.insert(0, str(ROOT / "tests"))
+    try:
+        from family_configs import CONFIGS, IN_GGUF
+    finally:
+        sys.path.pop(0)
+    if family.name in ("llama", "gemma3"):
+        return "tests/models/test_tiny.py, and real weights"
+    counts = Counter(make().model_type for make in CONFIGS.values())
+    as_gguf = Counter(CONFIGS[kind]().model_type for kind in IN_GGUF)
+    count = sum(counts[name] for name in family.model_types)
+    files = sum(as_gguf[name] for name in family.model_types)
+    return f"{count} model{'s' * (count != 1)}" + (f", {files} + GGUF" if files else "")
+
+
+def main() -> int:
+    """Write the page, or with --check say whether it is up to date."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+            return 0
+        print(f"{PAGE.relative_to(ROOT)} is not what the rows say: run python tools/write_models.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
