@@ -121,7 +121,7 @@ class Linear:
     source: float32 [T, K] (rounded once to the weight's type, behind the ``norm`` if there is one), or, without norm,
     act type [T, K]. Packed weights round to 15 bits a block of 32 columns; their act type is float32.
     epilogue ``store``: out (float32) = y * scale. ``add``: out += y * scale. ``glu``: out (act type or float32)
-    [T, N/2] = f(y_gate) * y_up, with ``activation`` f in {silu, gelu_tanh, gelu}. ``act``: out, as there, [T, N] = f(y).
+    [T, N/2] = f(y_gate) * y_up, with ``activation`` f in {silu, gelu_tanh, gelu}. ``act``: out [T, N] = f(y).
     ``wanted``: source rows are source[step.rows] and out is [R, N]; ``softcap`` c then gives c * tanh(y * scale / c).
     """
 

@@ -33,7 +33,7 @@ KL_BFLOAT16 = 3e-4
 
 # Packed weights: what enters a product keeps 15 bits, so what is left is the rounding of keys, values and probabilities
 # to bfloat16.
-KL_PACKED = 1.5e-4
+KL_PACKED = 1e-4
 # The same with a float32 cache: the 15 bits alone. Measured 2.9e-7 on SmolLM2 (Q4_1) and 1.6e-7 on Gemma 3 (Q4_K_M).
 KL_PACKED_PRODUCTS = 2e-6
 # A block of 32 activations is rounded in steps of 1/16256 of its largest; at worst one element makes up its norm, and
