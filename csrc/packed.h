@@ -129,7 +129,7 @@ struct PackedProduct {
           const OpenedAs<F> s[2] = {{scratch + half * v, k}, {scratch + half * (v + V - 1), k}};
           part.template rows_of<OpenedAs<F>, V>(s, t, rows);
         } else {
-          const int64_t ahead = 2 * strip_bytes(F::TYPE, k);  // the same place of the next two strips
+          const int64_t ahead = 8192;  // about what memory answers while as much is multiplied
           const Held<F> s[2] = {{strips[v].at, k, ahead}, {strips[v + V - 1].at, k, ahead}};
           part.template rows_of<Held<F>, V>(s, t, rows);
         }
@@ -166,7 +166,7 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
   const int64_t deep = few ? m : 16 * PACKED_ROWS, down = (m + deep - 1) / deep;
   int64_t units = 0;  // pairs of strips; of each segment by itself, or of gate and up
   for (const Segment& s : w.segments) units += w.glu ? (&s == w.segments.data() ? strips_of(s) : 0) : (strips_of(s) + 1) / 2;
-  const int64_t run = few ? std::clamp<int64_t>(units / 32, 1, 4) : 1, across = (units + run - 1) / run;
+  const int64_t run = few ? std::clamp<int64_t>(units / 32, 1, 16) : 1, across = (units + run - 1) / run;
   share(team, across * down, 1, [&](int64_t item) {
     if (!ready) for (int64_t r = 0; r < m; ++r) prepare(r);
     ready = true;
@@ -177,11 +177,12 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
         product.run(pair, 2, t0, t1);
         continue;
       }
-      int64_t i = 2 * unit;
+      int64_t i = unit;
       const Segment* s = w.segments.data();
-      for (; i >= (strips_of(*s) + 1) / 2 * 2; ++s) i -= (strips_of(*s) + 1) / 2 * 2;
-      const int count = i + 1 < strips_of(*s) ? 2 : 1;
-      const Strip pair[2] = {strip_of(*s, i, k), strip_of(*s, i + count - 1, k)};
+      for (; i >= (strips_of(*s) + 1) / 2; ++s) i -= (strips_of(*s) + 1) / 2;
+      const int64_t half = (strips_of(*s) + 1) / 2;  // from both halves of a segment: two long runs of memory
+      const int count = half + i < strips_of(*s) ? 2 : 1;
+      const Strip pair[2] = {strip_of(*s, i, k), strip_of(*s, count == 2 ? half + i : i, k)};
       product.run(pair, count, t0, t1);
     }
   });

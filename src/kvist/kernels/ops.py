@@ -119,7 +119,8 @@ class Linear:
     """y = act(norm(source)) @ weight.T + bias, then the epilogue.
 
     source: float32 [T, K] (rounded once to the weight's type, behind the ``norm`` if there is one), or, without norm,
-    act type [T, K].
+    act type [T, K]. Packed weights (``kernels.packed``) round to 15 bits a block of 32 of the row; their act type is
+    float32.
     epilogue ``store``: out (float32) = y * scale. ``add``: out += y * scale. ``glu``: out (act type) [T, N/2] =
     f(y_gate) * y_up, with ``activation`` f in {silu, gelu_tanh, gelu}. ``act``: out (act type) [T, N] = f(y).
     ``wanted``: source rows are source[step.rows] and out is [R, N]; ``softcap`` c then gives c * tanh(y * scale / c).

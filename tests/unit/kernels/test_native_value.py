@@ -357,7 +357,7 @@ def test_buffers_of_a_type_outside_the_contract_are_refused(variant):
     backend = NativeBackend(variant, 1)
     single, half = torch.float32, torch.bfloat16
     for dtype, source, out, epilogue, norm in (
-        (BFLOAT16, half, single, "glu", False),  # the gate's output goes into a product: act type
+        (BFLOAT16, half, single, "glu", False),  # the gate's output goes into a product: its source's type
         (FLOAT32, half, single, "store", False),
         (FLOAT32, half, single, "store", True),
         (BFLOAT16, half, half, "store", False),
