@@ -217,29 +217,34 @@ KV_INLINE vf load_f16(const uint16_t* in) {
 
 // ---- elementary functions ------------------------------------------------------------------------------------------
 
-// exp, within 2 ulp: two-part reduction by ln 2 (Cody and Waite), degree 6 polynomial on [-ln2/2, ln2/2].
-// Results that would be denormal are exactly 0, so exp(-inf) is 0; above 88.72 the result is +inf; NaN stays NaN.
+// x as n ln 2 + y (two-part reduction, Cody and Waite); gives back exp(y) by a polynomial of degree 6 and n in `power`.
+KV_INLINE part_f part_exp(part_f x, part_i& power) {
+  const part_f shift = part_f{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  const part_f shifted = part_fma(x, part_f{} + 1.44269504088896341f, shift), n = shifted - shift;
+  power = (part_i)shifted - 0x4b400000;
+  part_f y = part_fma(n, part_f{} - 0.693359375f, x);
+  y = part_fma(n, part_f{} + 2.12194440e-4f, y);
+  part_f q = part_f{} + 1.9875691500e-4f;
+  q = part_fma(q, y, part_f{} + 1.3981999507e-3f);
+  q = part_fma(q, y, part_f{} + 8.3334519073e-3f);
+  q = part_fma(q, y, part_f{} + 4.1665795894e-2f);
+  q = part_fma(q, y, part_f{} + 1.6666665459e-1f);
+  q = part_fma(q, y, part_f{} + 5.0000001201e-1f);
+  return part_fma(q * y, y, y) + 1.0f;
+}
+
+// exp, within 2 ulp. Results that would be denormal are exactly 0, so exp(-inf) is 0; above 88.72 the result is +inf; NaN
+// stays NaN.
 KV_INLINE vf exp(vf x) {
   vf r;
   KV_EACH(
-    part_f v = x.p[i_];
-    part_i low = v < -87.33654f, high = v > 88.72283f, nan = v != v;
-    part_f c = (part_f)((part_i)v & ~(low | high | nan));  // 0 in lanes decided below
-    part_f shift = part_f{} + 12582912.0f;                 // 1.5 * 2^23: adding it rounds to an integer
-    part_f n = part_fma(c, part_f{} + 1.44269504088896341f, shift) - shift;
-    part_f y = part_fma(n, part_f{} - 0.693359375f, c);
-    y = part_fma(n, part_f{} + 2.12194440e-4f, y);
-    part_f q = part_f{} + 1.9875691500e-4f;
-    q = part_fma(q, y, part_f{} + 1.3981999507e-3f);
-    q = part_fma(q, y, part_f{} + 8.3334519073e-3f);
-    q = part_fma(q, y, part_f{} + 4.1665795894e-2f);
-    q = part_fma(q, y, part_f{} + 1.6666665459e-1f);
-    q = part_fma(q, y, part_f{} + 5.0000001201e-1f);
-    q = part_fma(q * y, y, y) + 1.0f;
-    part_i e = __builtin_convertvector(n, part_i);
-    part_i half = e >> 1;  // in two factors: 2^128 alone is not a float
-    part_f s = q * (part_f)((half + 127) << 23) * (part_f)((e - half + 127) << 23);
-    part_f inf = part_f{} + __builtin_inff();
+    const part_f v = x.p[i_];
+    const part_i low = v < -87.33654f, high = v > 88.72283f, nan = v != v;
+    part_i power;
+    const part_f q = part_exp((part_f)((part_i)v & ~(low | high | nan)), power);  // 0 in lanes decided below
+    const part_i half = power >> 1;  // in two factors: 2^128 alone is not a float
+    part_f s = q * (part_f)((half + 127) << 23) * (part_f)((power - half + 127) << 23);
+    const part_f inf = part_f{} + __builtin_inff();
     s = (part_f)((part_i)s & ~low);
     s = (part_f)(((part_i)s & ~high) | ((part_i)inf & high));
     r.p[i_] = (part_f)(((part_i)s & ~nan) | ((part_i)v & nan));
@@ -251,24 +256,11 @@ KV_INLINE vf exp(vf x) {
 KV_INLINE vf exp_negative(vf x) {
   vf r;
   KV_EACH(
-    part_f v = x.p[i_];
-    part_i low = v < -87.33654f;
-    part_f c = (part_f)((part_i)v & ~low);
-    part_f shift = part_f{} + 12582912.0f;
-    part_f n = part_fma(c, part_f{} + 1.44269504088896341f, shift);
-    part_i e = (part_i)n;  // the integer stands in the low bits of the shifted sum
-    n = n - shift;
-    part_f y = part_fma(n, part_f{} - 0.693359375f, c);
-    y = part_fma(n, part_f{} + 2.12194440e-4f, y);
-    part_f q = part_f{} + 1.9875691500e-4f;
-    q = part_fma(q, y, part_f{} + 1.3981999507e-3f);
-    q = part_fma(q, y, part_f{} + 8.3334519073e-3f);
-    q = part_fma(q, y, part_f{} + 4.1665795894e-2f);
-    q = part_fma(q, y, part_f{} + 1.6666665459e-1f);
-    q = part_fma(q, y, part_f{} + 5.0000001201e-1f);
-    q = part_fma(q * y, y, y) + 1.0f;
-    part_f s = q * (part_f)((e + 127) << 23);
-    r.p[i_] = (part_f)((part_i)s & ~low);
+    const part_f v = x.p[i_];
+    const part_i low = v < -87.33654f;
+    part_i power;
+    const part_f q = part_exp((part_f)((part_i)v & ~low), power);
+    r.p[i_] = (part_f)((part_i)(q * (part_f)((power + 127) << 23)) & ~low);
   )
   return r;
 }

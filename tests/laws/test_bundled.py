@@ -41,7 +41,7 @@ def test_quick_on_smollm2_by_command(capfd: pytest.CaptureFixture[str]) -> None:
     for row in report["laws"]:
         assert set(row) >= {"name", "path", "positions", "equal", "first_difference"}
         assert row["equal"] is True and row["first_difference"] is None and row["positions"] > 0
-        assert row["name"] in LAWS and row["kernels"] == variants()[0] and row["dtype"] == "bfloat16"
+        assert row["name"] in LAWS and row["kernels"] == variants()[0] and row["dtype"] == "packed"
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_everything(model: str) -> None:
     each = {
         (kernels, dtype): {row.path for row in report.laws if (row.kernels, row.dtype) == (kernels, dtype)}
         for kernels in variants()
-        for dtype in (BFLOAT16.name, FLOAT32.name)
+        for dtype in ("packed", BFLOAT16.name, FLOAT32.name)
     }
     assert all(found >= COMMON | {"changing neighbours (2)"} for found in each.values())
     if model == "gemma3":
