@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,9 @@ import pytest
 import torch
 
 from kvist.cache.pool import Pool
+
+# Whoever starts the suite in the background has it ignore Ctrl-C, and every command that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 THREADS = min(2, os.cpu_count() or 1)
 LOOPBACK = ("127.", "::1", "localhost")
