@@ -26,7 +26,7 @@ import torch
 
 from kvist.cache.pool import Pool
 
-# Whoever starts the suite in the background has it ignore Ctrl-C, and every command that a test starts would inherit that.
+# A suite that was started in the background ignores Ctrl-C, and every command that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 THREADS = min(2, os.cpu_count() or 1)
