@@ -7,8 +7,9 @@ Each engine lives in its own Python and stays loaded. For each task the engines 
 what else the machine does falls on all alike; a ratio is kvist's rate over the other's in the same round, of which the
 median is reported. Greedy decoding, the same token ids for all, prompts never repeated.
 
-llama.cpp reads the Q4_1 file and a bfloat16 one that is made of it; OpenVINO reads the Q4_1 file. kvist runs bfloat16
-weights and cache, its default. --extra-kernels avx2 adds kvist once more, forced to that variant.
+llama.cpp reads the Q4_1 file and a bfloat16 one that is made of it; OpenVINO reads the Q4_1 file. kvist runs as it is
+shipped, weights packed, and once more with bfloat16 weights; its cache is bfloat16. --extra-kernels avx2 adds both,
+forced to that variant.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +33,7 @@ import unquantised  # noqa: E402  (beside this file)
 
 import kvist  # noqa: E402
 from kvist.base.machine import processors  # noqa: E402
+from kvist.kernels.dispatch import choose  # noqa: E402
 from kvist.measure.limits import read_bandwidth  # noqa: E402
 from kvist.measure.serving import Prompts  # noqa: E402
 
@@ -107,9 +110,14 @@ def tasks(options: argparse.Namespace, prompts: Prompts) -> list[tuple[str, int,
     return found
 
 
-def measure(engines: list[Engine], options: argparse.Namespace, prompts: Prompts) -> dict[str, dict[str, list[float]]]:
-    """Rates: task -> engine -> one for each round (the median of its windows)."""
-    results: dict[str, dict[str, list[float]]] = {}
+Results = dict[str, dict[str, list[float]]]
+
+
+def measure(
+    engines: list[Engine], options: argparse.Namespace, prompts: Prompts, keep: Callable[[Results], None]
+) -> Results:
+    """Rates: task -> engine -> one for each round (the median of its windows). ``keep`` is called after each task."""
+    results: Results = {}
     broken: set[str] = set()
     for name, tokens, make in tasks(options, prompts):
         rates: dict[str, list[float]] = {engine.label: [] for engine in engines}
@@ -128,6 +136,7 @@ def measure(engines: list[Engine], options: argparse.Namespace, prompts: Prompts
                 if round_:
                     rates[engine.label].append(tokens / median(seconds))
         results[name] = rates
+        keep(results)
         print(
             f"{name:<24}" + "  ".join(f"{median(r):,.1f}" if r else "-" for r in rates.values()),
             file=sys.stderr,
@@ -146,7 +155,7 @@ def ratios(rates: dict[str, list[float]], ours: str) -> dict[str, float]:
     }
 
 
-def readme(results: dict[str, dict[str, list[float]]], engines: list[Engine]) -> str:
+def readme(results: Results, engines: list[Engine]) -> str:
     """A markdown table: a row for each engine, a column for each task, tokens per second; and the ratios below."""
     names = list(results)
     ours = engines[0].label
@@ -172,10 +181,10 @@ def start(options: argparse.Namespace, folder: Path) -> list[Engine]:
     """Every engine that was asked for and starts."""
     source = str(unquantised.resolve(options.model).path)
     common = [str(options.threads), str(options.ctx_size)]
-    wanted = [(sys.executable, "peer_kvist.py", [options.model, *common], {})]
-    wanted += [
-        (sys.executable, "peer_kvist.py", [options.model, *common], {"KVIST_KERNELS": name})
-        for name in options.extra_kernels
+    wanted = [
+        (sys.executable, "peer_kvist.py", [options.model, *common, *weights], environment)
+        for environment in ({}, *({"KVIST_KERNELS": name} for name in options.extra_kernels))
+        for weights in ([], ["bfloat16"])
     ]
     if options.llama_cpp:
         plain = options.bf16_gguf or folder / "bfloat16.gguf"
@@ -223,32 +232,38 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to this file")
     options = parser.parse_args()
-    from kvist.kernels.dispatch import choose
-
+    reading = read_bandwidth(choose().backend, [options.threads], time.perf_counter, 5)
+    gbps = max(r.rate.highest for r in reading if r.source == "ram")
     with tempfile.TemporaryDirectory() as folder, kvist.load(options.model, ctx_size=64, threads=1) as llm:
         prompts = Prompts(llm, max([*options.prefill, *options.depths, SEQ_DEPTH]))
         engines = start(options, Path(folder))
         if not engines:
             sys.exit("no engine started")
+
+        def keep(results: Results) -> None:
+            """A run takes minutes: what is measured so far is on disk."""
+            if options.json:
+                options.json.write_text(json.dumps(report(options, gbps, engines, results), indent=1) + "\n")
+
         try:
-            results = measure(engines, options, prompts)
+            results = measure(engines, options, prompts, keep)
         finally:
             for engine in engines:
                 engine.close()
-    reading = read_bandwidth(choose().backend, [options.threads], time.perf_counter, 5)
-    gbps = max(r.rate.highest for r in reading if r.source == "ram")
     print(f"{options.threads} threads; memory reads {gbps:.1f} GB/s; {options.rounds} rounds\n")
     print(readme(results, engines))
-    if options.json:
-        found = {
-            "model": options.model,
-            "threads": options.threads,
-            "read_gbps": gbps,
-            "engines": [e.info | {"label": e.label, "load_s": e.load_s, "peak_rss_bytes": e.peak} for e in engines],
-            "rates": results,
-            "ratios": {name: ratios(rates, engines[0].label) for name, rates in results.items()},
-        }
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def report(options: argparse.Namespace, gbps: float, engines: list[Engine], results: Results) -> dict[str, Any]:
+    """Everything measured, for other programs."""
+    return {
+        "model": options.model,
+        "threads": options.threads,
+        "read_gbps": gbps,
+        "engines": [e.info | {"label": e.label, "load_s": e.load_s, "peak_rss_bytes": e.peak} for e in engines],
+        "rates": results,
+        "ratios": {name: ratios(rates, engines[0].label) for name, rates in results.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""kvist as a peer of the others: the engine as it is shipped, driven by step. Arguments: MODEL THREADS CTX."""
+"""kvist as a peer of the others: the engine as shipped, driven by step. Arguments: MODEL THREADS CTX [WEIGHTS]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvist.engine.request import Request
 class Kvist:
     def __init__(self, arguments: list[str]) -> None:
         model, threads, ctx = arguments[0], int(arguments[1]), int(arguments[2])
+        weights = arguments[3] if len(arguments) > 3 else None
         # Room for the batch: eight requests apart. Untouched memory costs nothing.
-        self.llm = kvist.load(model, threads=threads, ctx_size=ctx, memory=2 << 30)
+        self.llm = kvist.load(model, threads=threads, ctx_size=ctx, memory=2 << 30, weights=weights)
 
     def info(self) -> dict[str, Any]:
         setup = self.llm.setup
@@ -25,7 +26,7 @@ class Kvist:
         return {
             "name": f"kvist ({kernels})" if os.environ.get("KVIST_KERNELS") else "kvist",
             "version": kvist.__version__,
-            "weights": setup.dtype,
+            "weights": setup.weights,
             "cache": setup.kv_cache_dtype,
         }
 
