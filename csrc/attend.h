@@ -90,7 +90,7 @@ template <class E> struct Attending {
       std::fill(sums, sums + rows.count * width, 0.0f);
       const Road road = road_of(op, rows.position[0], rows.position[rows.count - 1]);
       for (int64_t j = 0; j < road.count(); ++j)
-        pass(request, head, road.at(j), rows.count, [&](int64_t row, int n, const Partial* part) {
+        pass(request, head, road.at(j), road.at(j + 1 < road.count() ? j + 1 : j), rows.count, [&](int64_t row, int n, const Partial* part) {
           fold(n, state + row, sums + row * width, [&](int r) { return part[r]; }, [&](int r) { return a->values + r * width; }, width);
         });
       for (int64_t r = 0; r < rows.count; ++r) a->finish(rows.token[r], rows.head[r], state[r], sums + r * width);
@@ -113,7 +113,7 @@ template <class E> struct Attending {
       gather_followers(table, b, head, way.at(first));
       clear(rows.count);
       for (int64_t j = first; j < stop; ++j)
-        pass(b, head, way.at(j), present(table, b, way.at(j)), [&](int64_t row, int n, const Partial* part) {
+        pass(b, head, way.at(j), way.at(j + 1 < stop ? j + 1 : j), present(table, b, way.at(j)), [&](int64_t row, int n, const Partial* part) {
           for (int r = 0; r < n; ++r) {
             const Road own = road_of(op, rows.position[row + r], rows.position[row + r]);
             if (!own.has(way.at(j))) continue;
@@ -181,9 +181,9 @@ template <class E> struct Attending {
 
   void clear(int64_t count) { std::fill(packed, packed + (count + MAX_ROWS - 1) / MAX_ROWS, 0); }
 
-  // One split for the first `count` rows, tile of rows by tile of rows.
-  template <class Emit> void pass(int64_t request, int64_t head, int64_t s, int64_t count, Emit&& emit) {
-    const Keys keys = a->find(request, head, s);
+  // Split s for the first `count` rows, tile of rows by tile of rows. The first tile fetches what comes `next`.
+  template <class Emit> void pass(int64_t request, int64_t head, int64_t s, int64_t next, int64_t count, Emit&& emit) {
+    const Keys keys = a->find(request, head, s), following = a->find(request, head, next);
     for (int64_t r0 = 0; r0 < count; r0 += MAX_ROWS)
       with_rows(int(std::min<int64_t>(MAX_ROWS, count - r0)), [&](auto n) {
         constexpr int R = decltype(n)::value;
@@ -193,7 +193,7 @@ template <class E> struct Attending {
           packed[r0 / MAX_ROWS] = R;
         }
         Partial part[R];
-        a->template split<R>(keys, q, s, rows.position + r0, part);
+        a->template split<R>(keys, r0 == 0 && a->fetches ? &following : nullptr, q, s, rows.position + r0, part);
         emit(r0, R, part);
       });
   }

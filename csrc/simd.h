@@ -96,7 +96,16 @@ KV_INLINE vi lanes_from(int32_t first) {
   for (int i = 0; i < LANES; ++i) x[i] = first + i;
   vi r; KV_EACH(r.p[i_] = *(const loose_i*)(x + i_ * PART_LANES);) return r;
 }
-KV_INLINE vf max(vf a, vf b) { vf r; KV_EACH(r.p[i_] = (part_f)(((part_i)a.p[i_] & (a.p[i_] > b.p[i_])) | ((part_i)b.p[i_] & ~(a.p[i_] > b.p[i_])));) return r; }
+// a where a > b, else b (also when either is NaN).
+KV_INLINE vf max(vf a, vf b) {
+#if defined(KVIST_VARIANT_AVX512BF16) || defined(KVIST_VARIANT_AVX512)
+  vf r; r.p[0] = (part_f)_mm512_maskz_max_ps(0xffff, (__m512)a.p[0], (__m512)b.p[0]); return r;
+#elif defined(KVIST_VARIANT_AVX2)
+  vf r; KV_EACH(r.p[i_] = (part_f)_mm256_max_ps((__m256)a.p[i_], (__m256)b.p[i_]);) return r;
+#else
+  vf r; KV_EACH(r.p[i_] = (part_f)(((part_i)a.p[i_] & (a.p[i_] > b.p[i_])) | ((part_i)b.p[i_] & ~(a.p[i_] > b.p[i_])));) return r;
+#endif
+}
 
 // Sums and maxima across lanes in one fixed tree: lane i with lane i + 8, then + 4, + 2, + 1.
 typedef float four_f __attribute__((vector_size(16)));
@@ -217,11 +226,11 @@ KV_INLINE vf load_f16(const uint16_t* in) {
 
 // ---- elementary functions ------------------------------------------------------------------------------------------
 
-// x as n ln 2 + y (two-part reduction, Cody and Waite); gives back exp(y) by a polynomial of degree 6 and n in `power`.
-KV_INLINE part_f part_exp(part_f x, part_i& power) {
+// x as n ln 2 + y (two-part reduction, Cody and Waite); gives back exp(y) by a polynomial of degree 6, and 1.5 * 2^23 + n.
+KV_INLINE part_f part_exp(part_f x, part_f& shifted) {
   const part_f shift = part_f{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const part_f shifted = part_fma(x, part_f{} + 1.44269504088896341f, shift), n = shifted - shift;
-  power = (part_i)shifted - 0x4b400000;
+  shifted = part_fma(x, part_f{} + 1.44269504088896341f, shift);
+  const part_f n = shifted - shift;
   part_f y = part_fma(n, part_f{} - 0.693359375f, x);
   y = part_fma(n, part_f{} + 2.12194440e-4f, y);
   part_f q = part_f{} + 1.9875691500e-4f;
@@ -240,9 +249,9 @@ KV_INLINE vf exp(vf x) {
   KV_EACH(
     const part_f v = x.p[i_];
     const part_i low = v < -87.33654f, high = v > 88.72283f, nan = v != v;
-    part_i power;
-    const part_f q = part_exp((part_f)((part_i)v & ~(low | high | nan)), power);  // 0 in lanes decided below
-    const part_i half = power >> 1;  // in two factors: 2^128 alone is not a float
+    part_f shifted;
+    const part_f q = part_exp((part_f)((part_i)v & ~(low | high | nan)), shifted);  // 0 in lanes decided below
+    const part_i power = (part_i)shifted - 0x4b400000, half = power >> 1;  // in two factors: 2^128 alone is not a float
     part_f s = q * (part_f)((half + 127) << 23) * (part_f)((power - half + 127) << 23);
     const part_f inf = part_f{} + __builtin_inff();
     s = (part_f)((part_i)s & ~low);
@@ -255,13 +264,21 @@ KV_INLINE vf exp(vf x) {
 // exp for x <= 0 (or NaN, which stays NaN), to the same bits as `exp`: the checks for large x are left out.
 KV_INLINE vf exp_negative(vf x) {
   vf r;
+#if defined(KVIST_VARIANT_AVX512BF16) || defined(KVIST_VARIANT_AVX512)
+  const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x.p[0], _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
+  part_f shifted;
+  const part_f q = part_exp(x.p[0], shifted), n = shifted - 12582912.0f;
+  r.p[0] = (part_f)_mm512_maskz_scalef_ps(seen, (__m512)q, (__m512)n);
+#else
   KV_EACH(
     const part_f v = x.p[i_];
     const part_i low = v < -87.33654f;
-    part_i power;
-    const part_f q = part_exp((part_f)((part_i)v & ~low), power);
+    part_f shifted;
+    const part_f q = part_exp((part_f)((part_i)v & ~low), shifted);
+    const part_i power = (part_i)shifted - 0x4b400000;
     r.p[i_] = (part_f)((part_i)(q * (part_f)((power + 127) << 23)) & ~low);
   )
+#endif
   return r;
 }
 

@@ -71,6 +71,7 @@ template <class E> struct Attention {
   const Step& step;
   const int64_t d, dv, group, vectors, width;  // width: v_head_dim rounded up to whole vectors
   const int64_t k_part, head_bytes, k_tile, v_tile, v_unit;
+  const bool fetches;  // keys and values are equally wide: what comes next stands at one distance from what is read
   static constexpr int64_t P_ROW = SPLIT * E::A_BYTES;
   // this thread's working memory
   float *scores, *values;
@@ -86,7 +87,8 @@ template <class E> struct Attention {
       : op(o), step(s), d(o.store.head_dim), dv(o.store.v_head_dim), group(o.num_heads / o.store.kv_heads),
         vectors(v_width(o) / LANES), width(v_width(o)), k_part(int64_t(o.store.block_size) * d * E::B_BYTES),
         head_bytes(int64_t(o.store.block_size) * (d + dv) * E::B_BYTES), k_tile(int64_t(TILE) * d * E::B_BYTES),
-        v_tile(int64_t(TILE) * dv * E::B_BYTES), v_unit(dv * E::STEP * E::B_BYTES) {
+        v_tile(int64_t(TILE) * dv * E::B_BYTES), v_unit(dv * E::STEP * E::B_BYTES),
+        fetches(d == dv) {
     auto next = [&](int64_t bytes) { uint8_t* p = memory; memory += (bytes + 63) / 64 * 64; return p; };
     scores = (float*)next(MAX_ROWS * SPLIT * 4);
     values = (float*)next(MAX_ROWS * width * 4);
@@ -132,10 +134,11 @@ template <class E> struct Attention {
       for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * width + (v + j) * LANES, acc[r][j]);
     }
   };
-  template <int R> void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, bool& fresh) {
+  template <int R, bool FETCH = false>
+  void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, bool& fresh, int64_t ahead = 0) {
     Values sink{values + row * width, width, fresh};
     auto columns = [&](int64_t i) { return v + i * E::VECTOR_BYTES; };
-    sweep<E, Strided<int(P_ROW)>, R>(weights + row * P_ROW + key * E::A_BYTES, 0, vectors, stride, units, columns, sink);
+    sweep<E, Strided<int(P_ROW)>, R, FETCH>(weights + row * P_ROW + key * E::A_BYTES, 0, vectors, stride, units, columns, sink, ahead);
     fresh = false;
   }
   // One unit (a position, or a pair of them) by way of `edge`, with the position that may not be seen blanked.
@@ -146,8 +149,9 @@ template <class E> struct Attention {
     multiply<R>(row, key, 1, edge, width * 4, fresh);
   }
 
-  // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to values[] in order of position.
-  template <int R> void gather(const Keys& keys, int row, Range range, bool& fresh) {
+  // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to values[] in order of position. Meanwhile
+  // the keys of split `next` are fetched, if there is one.
+  template <int R> void gather(const Keys& keys, int row, Range range, bool& fresh, const Keys* next = nullptr) {
     constexpr int64_t e = E::STEP;
     for (int64_t key = range.lo; key < range.hi;) {
       const int64_t t = key / TILE;
@@ -159,7 +163,8 @@ template <class E> struct Attention {
       if (e == 2 && key % 2) { multiply_edge<R>(row, key - 1, 0, at(key), fresh); ++key; }
       const int64_t units = (stop - key) / e;
       if (dv % LANES == 0) {
-        if (units) multiply<R>(row, key, units, at(key), v_unit, fresh);
+        if (units && next && next->k[t]) multiply<R, true>(row, key, units, at(key), v_unit, fresh, next->k[t] - keys.v[t]);
+        else if (units) multiply<R>(row, key, units, at(key), v_unit, fresh);
       } else {  // rows that do not fill whole vectors are copied first, so that no load passes their end
         for (int64_t i = 0; i < units; ++i) multiply_edge<R>(row, key + i * e, -1, at(key + i * e), fresh);
       }
@@ -196,7 +201,8 @@ template <class E> struct Attention {
   };
 
   // One split for R rows: partial results in part[] and values[]. part.m is -inf where a row sees nothing of it.
-  template <int R> void split(const Keys& keys, const uint8_t* q, int64_t s, const int64_t* positions, Partial* part) {
+  // `next`: the split that follows for this thread; null when nothing has to be fetched, since earlier rows did.
+  template <int R> void split(const Keys& keys, const Keys* next, const uint8_t* q, int64_t s, const int64_t* positions, Partial* part) {
     View view[R];
     Range all{SPLIT, 0};
     bool alike = true;
@@ -216,13 +222,15 @@ template <class E> struct Attention {
     if (all.lo >= all.hi) return;
     const int64_t t0 = all.lo / TILE, t1 = (all.hi + TILE - 1) / TILE;
     Scores sink{scores};
-    sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; }, sink);
+    auto tiles = [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; };
+    if (next) sweep<E, Packed<R>, R, true>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, tiles, sink, k_part);  // the values
+    else sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, tiles, sink);
     for (int r = 0; r < R; ++r) part[r] = softmax(r, view[r], t0, t1);
     bool fresh = true;
     if (alike) {
-      for (int i = 0; i < view[0].count; ++i) gather<R>(keys, 0, view[0].part[i], fresh);
+      for (int i = 0; i < view[0].count; ++i) gather<R>(keys, 0, view[0].part[i], fresh, next);
     } else if (finite(keys, all)) {
-      gather<R>(keys, 0, all, fresh);  // probabilities of unseen keys are exactly 0, and so is 0 times a finite value
+      gather<R>(keys, 0, all, fresh, next);  // probabilities of unseen keys are exactly 0, and so is 0 times a finite value
     } else {
       for (int r = 0; r < R; ++r) {
         fresh = true;

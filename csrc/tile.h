@@ -62,8 +62,9 @@ struct F16 : F32 {  // stored in half precision, computed in float32
 template <int R> struct Packed { static constexpr int ROW = 4, STEP = 4 * R; };
 template <int S> struct Strided { static constexpr int ROW = S, STEP = 4; };
 
-template <class E, class L, int R, int V, class Columns, class Sink>
-KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, const Columns& columns, Sink& sink) {
+// FETCH: what stands `ahead` bytes further is fetched meanwhile, so that memory is read while the registers work.
+template <class E, class L, int R, int V, bool FETCH, class Columns, class Sink>
+KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, const Columns& columns, Sink& sink, int64_t ahead) {
   const uint8_t* b[V];
   vf acc[R][V];
 #pragma GCC unroll 8
@@ -76,6 +77,9 @@ KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, 
     typename E::B x[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) x[j] = E::load(b[j] + k * stride);
+    if constexpr (FETCH)
+#pragma GCC unroll 8
+      for (int j = 0; j < V; ++j) __builtin_prefetch(b[j] + k * stride + ahead);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       typename E::A y = E::broadcast(a + k * L::STEP + r * L::ROW);
@@ -87,14 +91,14 @@ KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, 
 }
 
 // All vectors v0..v1 for R rows, as many at a time as the registers hold.
-template <class E, class L, int R, class Columns, class Sink>
-inline void sweep(const uint8_t* a, int64_t v0, int64_t v1, int64_t stride, int64_t steps, const Columns& columns, Sink& sink) {
+template <class E, class L, int R, bool FETCH = false, class Columns, class Sink>
+inline void sweep(const uint8_t* a, int64_t v0, int64_t v1, int64_t stride, int64_t steps, const Columns& columns, Sink& sink, int64_t ahead = 0) {
   constexpr int MOST = MAX_ACC / R;
   int64_t v = v0;
-  if constexpr (MOST >= 8) for (; v + 8 <= v1; v += 8) tile<E, L, R, 8>(a, v, stride, steps, columns, sink);
-  if constexpr (MOST >= 4) for (; v + 4 <= v1; v += 4) tile<E, L, R, 4>(a, v, stride, steps, columns, sink);
-  if constexpr (MOST >= 2) for (; v + 2 <= v1; v += 2) tile<E, L, R, 2>(a, v, stride, steps, columns, sink);
-  for (; v < v1; ++v) tile<E, L, R, 1>(a, v, stride, steps, columns, sink);
+  if constexpr (MOST >= 8) for (; v + 8 <= v1; v += 8) tile<E, L, R, 8, FETCH>(a, v, stride, steps, columns, sink, ahead);
+  if constexpr (MOST >= 4) for (; v + 4 <= v1; v += 4) tile<E, L, R, 4, FETCH>(a, v, stride, steps, columns, sink, ahead);
+  if constexpr (MOST >= 2) for (; v + 2 <= v1; v += 2) tile<E, L, R, 2, FETCH>(a, v, stride, steps, columns, sink, ahead);
+  for (; v < v1; ++v) tile<E, L, R, 1, FETCH>(a, v, stride, steps, columns, sink, ahead);
 }
 
 template <class F> inline void with_rows(int rows, F&& f) {
