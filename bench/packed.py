@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
+from kvist.base.errors import OutOfMemory
 from kvist.compose import open_model
 from kvist.kernels.native import NativeBackend
 from kvist.kernels.ops import Backend
@@ -86,6 +87,7 @@ class Ours:
         spec, checkpoint, tokenizer = open_model(source)
         backend = NativeBackend(variant, threads)
         held = held_as(spec, checkpoint, backend, form)
+        held.require_memory(model)
         begin = perf_counter()
         weights = load_weights(spec, checkpoint, backend, held.dtype, packed=held.packed)
         self.load_s, self.nbytes = perf_counter() - begin, weights.nbytes
@@ -160,7 +162,10 @@ def run(model: str, threads: int, rounds: int, peer: str | None, variant: str | 
     contenders: dict[str, Ours | LlamaCpp] = {"packed": Ours(model, "packed", threads, variant)}
     ours = contenders["packed"]
     assert isinstance(ours, Ours)
-    contenders["bfloat16"] = Ours(model, "bfloat16", threads, variant, ours.tokens)
+    try:
+        contenders["bfloat16"] = Ours(model, "bfloat16", threads, variant, ours.tokens)
+    except OutOfMemory as error:
+        print(error, file=sys.stderr)
     if peer is not None:
         contenders["llama.cpp"] = LlamaCpp(peer, resolve(model).path, threads, ours.tokens)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
