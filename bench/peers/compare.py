@@ -184,17 +184,18 @@ def start(options: argparse.Namespace, folder: Path) -> list[Engine]:
     wanted = [
         (sys.executable, "peer_kvist.py", [options.model, *common, *weights], environment)
         for environment in ({}, *({"KVIST_KERNELS": name} for name in options.extra_kernels))
-        for weights in ([], ["bfloat16"])
+        for weights in ([], *([["bfloat16"]] if options.unquantised else []))
     ]
-    if options.llama_cpp:
+    if options.llama_cpp and options.unquantised:
         plain = options.bf16_gguf or folder / "bfloat16.gguf"
         if not plain.exists():
             print("making a bfloat16 GGUF file", file=sys.stderr)
             unquantised.convert(Path(source), plain, "bfloat16")
         wanted.append((options.llama_cpp, "peer_llama_cpp.py", [str(plain), *common, "bfloat16", "float16"], {}))
-        wanted.append((options.llama_cpp, "peer_llama_cpp.py", [source, *common, "Q4_1", "float16"], {}))
+    if options.llama_cpp:
+        wanted.append((options.llama_cpp, "peer_llama_cpp.py", [source, *common, options.type, "float16"], {}))
     if options.openvino:
-        wanted.append((options.openvino, "peer_openvino.py", [source, *common, "Q4_1", "float16"], {}))
+        wanted.append((options.openvino, "peer_openvino.py", [source, *common, options.type, "float16"], {}))
     if options.transformers:
         wanted.append((options.transformers, "peer_transformers.py", [source, *common, options.model, "bfloat16"], {}))
     engines = []
@@ -229,6 +230,10 @@ def main() -> None:
     parser.add_argument("--no-batch", dest="batch", action="store_false")
     parser.add_argument(
         "--extra-kernels", nargs="*", default=[], metavar="VARIANT", help="kvist again, forced to these"
+    )
+    parser.add_argument("--type", default="Q4_1", help="what the file's weights are called in the table")
+    parser.add_argument(
+        "--as-is", dest="unquantised", action="store_false", help="the file alone: its bfloat16 form may not fit"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to this file")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One model in every quantised type that stays packed, by llama.cpp's own quantiser: what errors per type are measured on.
+"""One model in every quantised type that stays packed, by llama.cpp's own quantiser.
 
 Run by an interpreter that has llama-cpp-python, on a file whose matrices are not quantised (see unquantised.py):
 
