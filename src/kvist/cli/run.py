@@ -27,7 +27,9 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="smollm2, gemma3, a .gguf file, or a folder with config.json and safetensors.", metavar="MODEL"
+            help="smollm2, gemma3, a .gguf file, a folder with config.json and safetensors, a hub id (owner/name, "
+            "owner/name:Q4_K_M), or ollama:NAME.",
+            metavar="MODEL",
         ),
     ],
     prompt: Annotated[

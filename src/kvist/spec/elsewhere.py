@@ -23,6 +23,10 @@ _UNREACHABLE = (
     "the hub cannot be reached (or HF_HUB_OFFLINE is set) and this machine's hub cache does not hold it: "
     "fetch it once while online, or give a folder or a .gguf file"
 )
+_NOT_HERE = (
+    "this machine's hub cache does not hold it, and a plan fetches no weights: fetch it (kvist run, or hf download), or "
+    "plan the repository that it was made from"
+)
 _NO_CONNECTION = (
     *("LocalEntryNotFoundError", "OfflineModeIsEnabled", "IncompleteSnapshotError"),
     *("ConnectionError", "ConnectError", "ProxyError"),
@@ -43,7 +47,7 @@ def hub_path(name: str, *, local: bool = False) -> Path:
     """
     match = _match(name)
     if match["file"] is None:
-        folder = _fetch(name, _WANTED, _UNWANTED, local)
+        folder = _fetch(name, _WANTED, _UNWANTED, _NOT_HERE if local else None)
         if not (folder / "config.json").is_file():
             there = _gguf_names(name, local)
             remedy = f"it has GGUF files: write {name}:FILE with one of {_listed(there)}" if there else "take another"
@@ -52,7 +56,7 @@ def hub_path(name: str, *, local: bool = False) -> Path:
     there = _gguf_names(name, local)
     chosen = _choose(name, match["file"], there)
     # A name is no pattern, whatever characters it has.
-    folder = _fetch(name, [re.sub(r"([*?\[])", r"[\1]", file) for file in chosen], local=local)
+    folder = _fetch(name, [re.sub(r"([*?\[])", r"[\1]", file) for file in chosen], (), _NOT_HERE if local else None)
     if not all((folder / file).is_file() for file in chosen):
         raise UsageError(f"cannot get {name!r} from the hub: {_UNREACHABLE}")
     return folder / chosen[0]
@@ -75,8 +79,8 @@ def _match(name: str) -> re.Match[str]:
     return match
 
 
-def _fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), local: bool = False) -> Path:
-    """The folder of a repository's files that are ``wanted``. ``local``: as the cache has it."""
+def _fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), closed: str | None = None) -> Path:
+    """The folder of a repository's files that are ``wanted``. ``closed``: why the hub is not asked, but its cache."""
     match = _match(name)
     try:
         from huggingface_hub import snapshot_download
@@ -101,11 +105,11 @@ def _fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), local
             allow_patterns=list(wanted),
             ignore_patterns=list(unwanted),
             tqdm_class=Bar,
-            local_files_only=local,
+            local_files_only=closed is not None,
         )
     except Exception as error:  # which ones its HTTP client raises changes with the hub's version
         raise UsageError(
-            f"cannot get {name!r} from the hub, and no file or folder here is called so: {_cause(error)}"
+            f"cannot get {name!r} from the hub, and no file or folder here is called so: {closed or _cause(error)}"
         ) from error
     finally:
         log.setLevel(level)
@@ -126,7 +130,8 @@ def _gguf_names(name: str, local: bool) -> list[str]:
             if cause is not _UNREACHABLE:
                 raise UsageError(f"cannot get {name!r} from the hub: {cause}") from error
     if names is None:
-        folder = _fetch(name, (), local=True)  # nothing more is wanted than to know where it is
+        # Nothing more is wanted than to know where it is.
+        folder = _fetch(name, (), (), _NOT_HERE if local else _UNREACHABLE)
         names = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
     return sorted(file for file in names if file.lower().endswith(".gguf") and ".." not in file.split("/"))
 
