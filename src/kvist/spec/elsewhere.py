@@ -24,8 +24,8 @@ _UNREACHABLE = (
     "fetch it once while online, or give a folder or a .gguf file"
 )
 _NOT_HERE = (
-    "this machine's hub cache does not hold it, and a plan fetches no weights: fetch it (kvist run, or hf download), or "
-    "plan the repository that it was made from"
+    "this machine's hub cache does not hold it, and a plan fetches no weights: fetch it (kvist run, or hf download), "
+    "or plan the repository that it was made from"
 )
 _NO_CONNECTION = (
     *("LocalEntryNotFoundError", "OfflineModeIsEnabled", "IncompleteSnapshotError"),
@@ -42,7 +42,8 @@ def hub_path(name: str, *, local: bool = False) -> Path:
     """What hub id ``owner/name[@revision][:file]`` names: the repository's folder, or with ``:file`` one GGUF file.
 
     ``file`` is a file's name, or a word of it that only one model has (``Q4_K_M``). All is fetched, or as the hub's
-    cache has it: what is there already is not fetched again, and a broken-off download goes on where it stopped.
+    cache has it: what is there already is not fetched again, and a transfer that breaks off goes on where it stopped
+    (a process that was ended leaves whole files only).
     ``local``: nothing is fetched. UsageError, with the cause and the remedy, when it cannot be had.
     """
     match = _match(name)
@@ -170,6 +171,10 @@ def _cause(error: Exception) -> str:
     if kind in _NO_CONNECTION or kind.endswith("Timeout"):
         return _UNREACHABLE
     lines = str(error).strip().splitlines()
+    if kind in ("RemoteProtocolError", "ReadError"):
+        return (
+            f"the transfer broke off again and again ({lines[0] if lines else kind}): run this again, whole files stay"
+        )
     return f"{lines[0] if lines else kind}; give a folder or a .gguf file instead"
 
 

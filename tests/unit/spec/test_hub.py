@@ -85,6 +85,18 @@ def test_a_transfer_that_breaks_off_goes_on(hub: Hub, tmp_path: Path) -> None:
     assert len(ranges) == 2 and ranges[0] is None and ranges[1] is not None
 
 
+def test_a_transfer_that_always_breaks_off_is_given_up_and_leaves_nothing_half_done(hub: Hub, tmp_path: Path) -> None:
+    hub.broken += ["model.safetensors"] * 50
+    done = ask(hub, tmp_path, "someone/tiny")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "the transfer broke off again and again" in done.stderr and "run this again, whole files stay" in done.stderr
+    hub.broken.clear()
+    before = len(hub.fetched())
+    done = ask(hub, tmp_path, "someone/tiny")
+    assert done.returncode == 0 and Path(done.stdout.split("\n")[2]).read_bytes() == LARGE
+    assert hub.fetched()[before:] == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("revision", ["v1", COMMITS["v1"]])
 def test_a_revision(hub: Hub, tmp_path: Path, revision: str) -> None:
     done = ask(hub, tmp_path, f"someone/tiny@{revision}")
