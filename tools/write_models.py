@@ -1,13 +1,16 @@
 """Writes docs/models.md from the family table, so that what is said is what runs. ``--check``: only compare.
 
-What was compared is read from the tests' own list of small models (tests/family_configs.py).
+What was compared is read from the tests' own lists: small models (tests/family_configs.py) and the shapes of published
+ones (tests/data/published_configs.json).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from kvist.spec.facts import DecoderFacts, Family
 from kvist.spec.families import FAMILIES
@@ -15,6 +18,7 @@ from kvist.spec.rules import CacheRule, Every, Periodic, Windowed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
+PUBLISHED = ROOT / "tests" / "data" / "published_configs.json"
 
 _ORDINALS = {2: "second", 6: "sixth"}
 
@@ -26,7 +30,8 @@ HEAD = """\
 A family is one row of data on one decoder and one set of kernels; there is no code of a family's own. Every field that
 decides something is read from the checkpoint, and what is missing, of a wrong type or out of range is an error with the
 field's name. A model is named by a folder, a `.gguf` file (whole or in parts), a hub id (`owner/name`, or
-`owner/name@revision`), `ollama:NAME[:TAG]`, or one of the aliases of `kvist info`.
+`owner/name@revision`, or a GGUF file in it: `owner/name:Q4_K_M`), `ollama:NAME[:TAG]`, or one of the aliases of
+`kvist info`.
 
 ## Families that run
 
@@ -43,7 +48,18 @@ GGUF file can say it all, the same model written as GGUF too (in the table: + GG
 Of real weights only the two that come as packages were run here: SmolLM2 135M (llama) and Gemma 3 270M. The others were
 too large for, or out of reach of, the machine that this was built on: nothing is claimed of their text.
 
-What is refused by name: checkpoints quantised in safetensors (GPTQ, AWQ, FP8, MXFP4, bitsandbytes, ...), ALiBi,
+*Shapes* are the configs of published models, as published: head counts, widths, rotation, windows, spellings. Two of
+their layers with random weights and the first 2,048 words stand in for the model; kvist and `transformers` read the
+same config.json, and their float32 logits agree within 1e-4 at every position. The number is how many positions;
+windows and LongRoPE's first range are crossed where it says so. `make test-full` runs the large ones.
+
+| family | shapes of | positions | crossed |
+|---|---|---|---|
+{shapes}
+A soft cap where the family has none (`attn_logit_softcapping` in a Gemma 3 or Llama config) is refused: other programs
+ignore the field, so a checkpoint cannot have been trained with it. Set it to null to run the model as they do.
+
+What else is refused by name: checkpoints quantised in safetensors (GPTQ, AWQ, FP8, MXFP4, bitsandbytes, ...), ALiBi,
 mixtures of experts, encoders, YaRN and dynamic NTK scaling, and anything that reads beyond the causal mask.
 
 LongRoPE (Phi-3's long variants) has two lists of factors. Elsewhere the list changes when a text outgrows the first
@@ -66,7 +82,27 @@ def page() -> str:
     plans = [family for family in FAMILIES if family.decoder is None]
     rows = "".join(_row(family, family.decoder) for family in runs if family.decoder is not None)
     planned = "".join(f"- {family.name}: {', '.join(family.model_types)}\n" for family in plans)
-    return HEAD + rows + AFTER + planned
+    return HEAD + rows + AFTER.replace("{shapes}", _shapes(runs)) + planned
+
+
+def _shapes(families: list[Family]) -> str:
+    """A row for each published config that the tests compare."""
+    models = json.loads(PUBLISHED.read_text(encoding="utf-8"))["models"]
+    rows = ""
+    for family in families:
+        for model in (model for model in models if model["config"]["model_type"] in family.model_types):
+            length = model.get("length", 300)
+            rows += f"| {family.name} | {model['id']} | {length:,} | {_crossed(model['config'], length)} |\n"
+    return rows
+
+
+def _crossed(config: dict[str, Any], length: int) -> str:
+    """What lies before the last position that is compared."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    first = config.get("original_max_position_embeddings") if config.get("rope_scaling") else None
+    found = [f"window {window:,}"] if window and window < length else []
+    found += [f"first range {first:,}"] if first and first < length else []
+    return ", ".join(found) or "none"
 
 
 def _row(family: Family, facts: DecoderFacts) -> str:

@@ -181,6 +181,18 @@ def test_any_safetensors(
     outcome(read)
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    """What a clone without Git LFS has in place of every large file."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4096\n"
+    (tmp_path / "config.json").write_text(CONFIGS["mistral"]().to_json_string())
+    for name in ("model.safetensors", "model.gguf"):
+        (tmp_path / name).write_text(pointer)
+    with pytest.raises(KvistError, match=r"model\.safetensors is a pointer of Git LFS.*git lfs pull"):
+        SafetensorsCheckpoint(model_spec(tmp_path), resolve(str(tmp_path)).shards())
+    with pytest.raises(KvistError, match=r"model\.gguf is a pointer of Git LFS.*git lfs pull"):
+        gguf_model(tmp_path / "model.gguf")
+
+
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIGS["mistral"]().to_json_string())
     torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvist
 import letters
-from family_configs import CONFIGS, random_model
+from family_configs import CONFIGS, WIDE, random_model
 from kvist.base.errors import BadValue, SpecError
 from kvist.compose import LLM
 from kvist.kernels.dispatch import VARIABLE
@@ -168,6 +169,8 @@ def test_what_published_configs_leave_out() -> None:
     ("kind", "changes", "words"),
     [
         ("falcon", {"alibi": True}, "alibi is true: such a falcon cannot be run"),
+        ("mistral", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50, .*set it to null"),
+        ("qwen3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30, but a qwen3 caps nothing there"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window is true"),
@@ -178,10 +181,20 @@ def test_what_published_configs_leave_out() -> None:
     ],
 )
 def test_refusals(kind: str, changes: dict[str, Any], words: str) -> None:
-    if kind == "mistral":
+    if "layer_types" in changes:
         changes = {**changes, "sliding_window": 40}
     with pytest.raises((BadValue, SpecError), match=words):
         model_spec(config(kind, **changes))
+
+
+def test_gemma3_caps_its_logits_and_no_scores() -> None:
+    """``transformers`` reads the second field and not the first, which published configs set to null."""
+    gemma3 = json.loads(transformers.Gemma3TextConfig(**WIDE, sliding_window=40).to_json_string())
+    capped = model_spec({**gemma3, "attn_logit_softcapping": None, "final_logit_softcapping": 7.0})
+    assert capped.logit_softcap == 7.0
+    assert [layer.attention.softcap for layer in capped.layers if isinstance(layer.attention, Attention)] == [None] * 3
+    with pytest.raises(BadValue, match=r"attn_logit_softcapping = 50, but a gemma3 caps nothing there"):
+        model_spec({**gemma3, "attn_logit_softcapping": 50.0})
 
 
 @pytest.mark.parametrize(

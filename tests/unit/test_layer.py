@@ -90,6 +90,23 @@ def test_cell_by_cell_stores_the_same_bits_as_many_at_once(settings: dict[str, o
         assert torch.equal(one.retrieve_v(0), many.retrieve_v(0))
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 16, 17])
+@pytest.mark.parametrize("sinks", [0, 1, 5, 16])
+@pytest.mark.parametrize("window", [1, 2, 16, 21])
+def test_a_ring_shows_its_mask_at_every_offset(window: int, sinks: int, chunk: int) -> None:
+    """Once around the ring and on, chunk by chunk: keys all score alike, values name their position."""
+    total = 3 * (window + sinks) + 40
+    settings: dict[str, object] = {"capacity": window + sinks, "addressing": "ring", "sinks": sinks, "chunk": chunk}
+    c = cache(1, 4, total, **settings, backend=best_backend(1))
+    k, v = torch.zeros(total, 1, 4), torch.eye(total)[:, None]
+    for start in range(0, total, chunk):
+        stop = min(total, start + chunk)
+        c.append(k[start:stop], v[start:stop])
+        seen = c.attend(torch.ones(stop - start, 1, 4))[:, 0] > 0
+        i, j = torch.arange(start, stop)[:, None], torch.arange(total)[None]
+        assert torch.equal(seen, (j <= i) & ((j > i - window) | (j < sinks)))
+
+
 def test_a_position_counts_only_when_all_heads_have_both() -> None:
     c = cache()
     k, v = rows(1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MOST_THREADS = 1024  # that kernels can be told to use
+
 
 def processors() -> int:
     """Processors that this process may run on."""

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from kvist.base.errors import OutOfMemory
 from kvist.cache.layout import Group
 
+# What loading takes when nobody says, and what a plan therefore counts with.
+BLOCK_SIZE = 64
+DEFAULT_CTX = 8192  # most tokens of a request, if the model allows as many
+STEP_TOKENS = 512  # most tokens of one step, all requests together
+
 _CTX_LIMIT = 1 << 40  # beyond any model; ends the search when memory does not depend on the length
+
+
+def step_tokens(ctx: int, sequences: int) -> int:
+    """Most tokens of one step for ``sequences`` running requests of up to ``ctx``: each of them gets its token."""
+    return max(min(STEP_TOKENS, ctx), sequences)
 
 
 def blocks_for(groups: Sequence[Group], ctx: int, chunk: int, sequences: int = 1) -> tuple[int, ...]:
@@ -23,6 +33,28 @@ def pool_bytes(groups: Sequence[Group], num_blocks: Sequence[int]) -> int:
 def bytes_per_token(groups: Sequence[Group]) -> int:
     """Bytes that one token adds while no window is full."""
     return sum(group.bytes_per_token for group in groups)
+
+
+def shared_blocks(
+    groups: Sequence[Group], ctx: int, chunk: int, sequences: int, memory: int | None = None
+) -> tuple[int, ...]:
+    """Blocks of each group when ``sequences`` requests share room for one context, or for what ``memory`` bytes hold.
+
+    A window group needs no more than all windows at once, and no more than the tokens that there are.
+    """
+    bounds = list(zip(groups, blocks_for(groups, ctx, chunk, sequences), strict=True))
+
+    def blocks(tokens: int) -> tuple[int, ...]:
+        return tuple(max(min(-(-tokens // g.block_size), top), g.blocks_for(1, chunk)) for g, top in bounds)
+
+    low, high = ctx, ctx if memory is None else ctx * sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        if pool_bytes(groups, blocks(middle)) <= (memory or 0):
+            low = middle
+        else:
+            high = middle - 1
+    return blocks(low)
 
 
 def row_bytes(groups: Sequence[Group], ctx: int) -> int:

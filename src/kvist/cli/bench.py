@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="An alias (smollm2, gemma3), a .gguf file, or a folder of safetensors.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="An alias (smollm2, gemma3), a .gguf file, a folder of safetensors, a hub id, ollama:NAME."
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw tokens/s against depth (png, svg, pdf).")

@@ -121,11 +121,11 @@ def _cache_facts(file: GgufFile) -> tuple[int | None, int]:
     """Bytes of bfloat16 cache for a token, and the most positions; None and 0 for an architecture that cannot run."""
     from kvist.base.dtypes import BFLOAT16
     from kvist.cache.layout import groups_of
-    from kvist.cache.sizing import bytes_per_token
+    from kvist.cache.sizing import BLOCK_SIZE, bytes_per_token
     from kvist.spec.from_gguf import gguf_model
 
     try:
         spec = gguf_model(file).spec
-        return bytes_per_token(groups_of(spec, BFLOAT16, 64)), spec.max_position
+        return bytes_per_token(groups_of(spec, BFLOAT16, BLOCK_SIZE)), spec.max_position
     except KvistError:
         return None, 0

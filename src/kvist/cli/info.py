@@ -127,4 +127,4 @@ def _lines(found: dict[str, Any]) -> list[str]:
     for first, model in zip(("models", *[""] * len(found["models"])), found["models"], strict=False):
         state = "installed" if model["installed"] else f"not installed: {model['install']}"
         lines.append(f"{first:10}{model['name']:{width}}  {model['about']}  ({state})")
-    return [*lines, "          or a .gguf file, or a folder with config.json and safetensors"]
+    return [*lines, "          or a .gguf file, a folder with config.json and safetensors, a hub id, ollama:NAME"]

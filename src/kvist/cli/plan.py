@@ -22,7 +22,8 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="MODEL [-- COMMAND...]",
-            help="An alias, a GGUF file, a config.json or its folder, or a hub id; after -- another engine's command.",
+            help="An alias, a GGUF file, a config.json or its folder, a hub id, or ollama:NAME; after -- another "
+            "engine's command.",
         ),
     ] = None,
     ctx_size: Annotated[

@@ -37,10 +37,11 @@ class Bar:
 
     def _show(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._progress = Progress(*columns, *times, console=Console(stderr=True), transient=True)
         self._task = self._progress.add_task(self._label, total=None)
         self._progress.start()
 

@@ -27,7 +27,9 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="smollm2, gemma3, a .gguf file, or a folder with config.json and safetensors.", metavar="MODEL"
+            help="smollm2, gemma3, a .gguf file, a folder with config.json and safetensors, a hub id (owner/name, "
+            "owner/name:Q4_K_M), or ollama:NAME.",
+            metavar="MODEL",
         ),
     ],
     prompt: Annotated[
@@ -147,11 +149,13 @@ def _settings(
 ) -> dict[str, Any]:
     """The settings of ``kvist.load``, checked as far as that is possible without a model."""
     from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, parse_dtype
+    from kvist.base.machine import MOST_THREADS
     from kvist.cache.addressing import check_block_size
 
-    for name, value in (("--ctx-size", ctx_size), ("--threads", threads)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}: it must be 1 or more")
+    if ctx_size is not None and ctx_size < 1:
+        raise UsageError(f"--ctx-size is {ctx_size}: it must be 1 or more")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"--threads is {threads}: use 1 to {MOST_THREADS}, or leave it out for all processors")
     for name, wanted, allowed in (
         ("--dtype", dtype, (FLOAT32, BFLOAT16)),
         ("--kv-cache-dtype", kv_cache_dtype, (FLOAT32, BFLOAT16, FLOAT16)),

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="An alias (smollm2, gemma3), a .gguf file, or a folder of safetensors.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="An alias (smollm2, gemma3), a .gguf file, a folder of safetensors, a hub id, ollama:NAME."
+        ),
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="Shorter text: under a minute on a small model.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Longer text, every kernel variant, float32 and bfloat16.")

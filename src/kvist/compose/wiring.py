@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, parse_dtype
 from kvist.base.errors import UsageError
 from kvist.base.machine import available_memory
 from kvist.cache.addressing import check_block_size
-from kvist.cache.layout import Group, groups_of
+from kvist.cache.layout import groups_of
 from kvist.cache.pool import Pool
-from kvist.cache.sizing import bytes_per_token, pool_bytes
+from kvist.cache.sizing import BLOCK_SIZE, DEFAULT_CTX, bytes_per_token, shared_blocks, step_tokens
 from kvist.compose.llm import LLM, Setup
 from kvist.engine.engine import Engine, EngineSettings
 from kvist.engine.scheduler import SchedulerSettings
@@ -30,9 +30,6 @@ from kvist.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes of the model's files
 
-STEP_TOKENS = 512  # most tokens of one step, all requests together
-DEFAULT_CTX = 8192  # most tokens of a request when nobody says, if the model allows as many
-DEFAULT_BLOCK_SIZE = 64
 DEFAULT_SINKS = 4
 MOST_POSITIONS = 1 << 22  # of a bounded context: its rotation tables grow with it
 
@@ -75,26 +72,29 @@ def load(
     if kv_window is not None:
         spec = bounded(spec, kv_window, sinks)
     ctx = _context(spec, ctx_size, kv_window is not None)
+    if kv_window is not None and kv_window + sinks >= ctx:
+        raise UsageError(
+            f"kv_window {kv_window} and {sinks} sinks keep all of the {ctx} tokens that ctx_size allows, so nothing is "
+            "bounded: lower kv_window, raise ctx_size, or leave kv_window out"
+        )
     spec = fix_context(spec, ctx)
-    step_tokens = max(min(STEP_TOKENS, ctx), max_num_seqs)
-    scheduler = SchedulerSettings(ctx, step_tokens, max_num_seqs)
+    chunk = step_tokens(ctx, max_num_seqs)
+    scheduler = SchedulerSettings(ctx, chunk, max_num_seqs)
     choice = choose(threads)
     held = held_as(spec, checkpoint, choice.backend, weights, dtype)
     weight_dtype = held.dtype
     kv_dtype = (
         weight_dtype if kv_cache_dtype == "auto" else parse_dtype(kv_cache_dtype, allowed=(FLOAT32, BFLOAT16, FLOAT16))
     )
-    size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+    size = BLOCK_SIZE if block_size is None else block_size
     check_block_size(size)
-    groups = groups_of(spec, kv_dtype, size, step_tokens)
+    groups = groups_of(spec, kv_dtype, size, chunk)
     held.require_memory(source.name)
-    blocks = _pool_blocks(groups, scheduler, memory)
-    pool = Pool(groups, blocks, available=_room(held.nbytes, memory), chunk=step_tokens)
+    blocks = shared_blocks(groups, ctx, chunk, max_num_seqs, memory)
+    pool = Pool(groups, blocks, available=_room(held.nbytes, memory), chunk=chunk)
     total = sum(path.stat().st_size for path in source.shards())
     loaded = load_weights(spec, checkpoint, choice.backend, weight_dtype, _counted(progress, total), packed=held.packed)
-    decoder = Decoder(
-        spec, loaded, choice.backend, pool, max_positions=ctx, max_tokens=step_tokens, max_rows=max_num_seqs
-    )
+    decoder = Decoder(spec, loaded, choice.backend, pool, max_positions=ctx, max_tokens=chunk, max_rows=max_num_seqs)
     eos = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     engine = Engine(decoder, groups, pool.blocks, EngineSettings(scheduler, eos, cache, keep=True))
     setup = Setup(
@@ -147,7 +147,11 @@ def _context(spec: ModelSpec, ctx_size: int | None, bounded: bool) -> int:
     # positions end where they end.
     most = MOST_POSITIONS if bounded and spec.learned_positions is None else spec.max_position
     if not isinstance(ctx_size, int) or not 1 <= ctx_size <= most:
-        raise UsageError(f"ctx_size is {ctx_size!r}, but this model was made for 1 to {spec.max_position} positions")
+        beyond = bounded or spec.learned_positions is not None
+        remedy = "use fewer" if beyond else "use fewer, or bound the memory with kv_window, which may go beyond them"
+        raise UsageError(
+            f"ctx_size is {ctx_size!r}, but this model was made for 1 to {spec.max_position} positions: {remedy}"
+        )
     return ctx_size
 
 
@@ -156,28 +160,6 @@ def _room(weight_bytes: int, memory: int | None) -> int | None:
     free = available_memory()
     limits = [memory] if free is None else [memory, free - weight_bytes]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _pool_blocks(groups: Sequence[Group], scheduler: SchedulerSettings, memory: int | None) -> tuple[int, ...]:
-    """Blocks of each group: one context shared by all requests, or as many tokens as ``memory`` bytes hold.
-
-    A window group needs no more than all windows at once, and no more than the tokens that there are.
-    """
-    ctx, sequences = scheduler.ctx_size, scheduler.max_num_seqs
-    chunk = scheduler.max_tokens
-    bounds = [(group, sequences * group.blocks_for(ctx, chunk)) for group in groups]
-
-    def blocks(tokens: int) -> tuple[int, ...]:
-        return tuple(max(min(-(-tokens // g.block_size), top), g.blocks_for(1, chunk)) for g, top in bounds)
-
-    low, high = ctx, ctx if memory is None else ctx * sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        if pool_bytes(groups, blocks(middle)) <= (memory or 0):
-            low = middle
-        else:
-            high = middle - 1
-    return blocks(low)
 
 
 def _counted(progress: Progress | None, total: int) -> Callable[[int], None] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.base.errors import KernelError
+from kvist.base.machine import MOST_THREADS
 from kvist.kernels.blockformat import why_not
 from kvist.kernels.ops import (
     SPLIT,
@@ -172,8 +173,8 @@ class NativeBackend:
         if self.variant not in known:
             raise KernelError(f"no kernel variant {variant!r} on this machine: there are {', '.join(known)}")
         self.threads = self.native.max_threads() if threads is None else threads
-        if not 1 <= self.threads <= 1024:
-            raise KernelError(f"{self.threads} threads: use 1 to 1024")
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise KernelError(f"{self.threads} threads: use 1 to {MOST_THREADS}")
         self.name = f"native-{self.variant}"
 
     def refuses(self, op: Op) -> str | None:

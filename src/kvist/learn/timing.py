@@ -12,7 +12,7 @@ from kvist.base.dtypes import BFLOAT16, FLOAT32
 from kvist.base.errors import TooLong, UsageError
 from kvist.cache.layout import groups_of
 from kvist.cache.pool import Pool
-from kvist.cache.sizing import blocks_for
+from kvist.cache.sizing import BLOCK_SIZE, STEP_TOKENS, blocks_for
 from kvist.cache.table import Table
 from kvist.compose import open_model
 from kvist.kernels.dispatch import choose
@@ -22,7 +22,6 @@ from kvist.model.decoder import Decoder
 from kvist.model.weights import load_weights, require_memory
 from kvist.spec.source import resolve
 
-BLOCK_SIZE = 64
 PARTS = ("projections", "attention", "feed forward", "head and rest")
 
 
@@ -37,7 +36,7 @@ class StepTimer:
         model: str,
         *,
         ctx_size: int = 4096,
-        step_tokens: int = 512,
+        step_tokens: int = STEP_TOKENS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Load ``model`` with a cache of ``ctx_size`` tokens. Raises what ``kvist.load`` raises for the model."""

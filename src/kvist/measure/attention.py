@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from kvist.cache.sizing import BLOCK_SIZE
 from kvist.kernels.blockformat import block_elements
 from kvist.kernels.ops import Attend, Backend, LayerStore, Op, Step, torch_dtype
 from kvist.measure.limits import PASS_SECONDS, beyond_cache, plain_attention
 from kvist.measure.rate import Clock, Rate, rate, repeat
 from kvist.spec.model import ModelSpec
 
-BLOCK_SIZE = 64
 KV_HEADS = 4
 GROUPS, WIDTHS, DTYPES = (1, 3, 4, 8), (64, 128, 256), (BFLOAT16, FLOAT16, FLOAT32)
 DEPTH = 4096

@@ -14,9 +14,8 @@ from typing import Any
 from kvist.base.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
 from kvist.base.machine import available_memory, processors
 from kvist.cache.layout import Group, groups_of
-from kvist.cache.sizing import pool_bytes
+from kvist.cache.sizing import BLOCK_SIZE, DEFAULT_CTX, STEP_TOKENS, pool_bytes
 from kvist.compose import LLM, load, open_model
-from kvist.compose.wiring import DEFAULT_BLOCK_SIZE, DEFAULT_CTX, STEP_TOKENS
 from kvist.kernels.dispatch import choose
 from kvist.kernels.fingerprint import fingerprint
 from kvist.kernels.ops import Backend
@@ -206,10 +205,10 @@ class _Bench:
         """The model as shipped, but for a pool in which the requests of a batch are apart, if there is room for it."""
         spec = open_model(resolve(self.model))[0]
         exact = spec.dtype == FLOAT32.name or choose().backend.name == "reference"
-        groups = groups_of(spec, FLOAT32 if exact else BFLOAT16, DEFAULT_BLOCK_SIZE)
+        groups = groups_of(spec, FLOAT32 if exact else BFLOAT16, BLOCK_SIZE)
         each = self.effort.seq_depth + OWN_TOKENS + self._most
         # The pool is cut by tokens, so that a window layer gets as many blocks as one that sees everything.
-        blocks = self.effort.seqs * -(-each // DEFAULT_BLOCK_SIZE)
+        blocks = self.effort.seqs * -(-each // BLOCK_SIZE)
         memory = pool_bytes(groups, [blocks] * len(groups))
         default = load(self.model) if memory > (available_memory() or memory) // 2 else None
         if default is not None:
@@ -222,7 +221,7 @@ class _Bench:
     def _smallest(groups: Sequence[Group], most: int) -> int:
         """Bytes of one whole context: no pool may be smaller."""
         ctx = min(most, DEFAULT_CTX)
-        return pool_bytes(groups, [-(-ctx // DEFAULT_BLOCK_SIZE)] * len(groups))
+        return pool_bytes(groups, [-(-ctx // BLOCK_SIZE)] * len(groups))
 
     def _serve(self, llm: LLM) -> tuple[dict[int, _Measured], dict[int, _Measured], dict[int, _Measured]]:
         effort, clock = self.effort, self.clock

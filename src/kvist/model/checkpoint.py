@@ -19,6 +19,7 @@ from kvist.kernels.native import NativeWeight
 from kvist.kernels.ops import Weight
 from kvist.kernels.packed import PackedWeight, packed_bytes, packed_refusal
 from kvist.spec.from_gguf import GgufModel
+from kvist.spec.gguf_file import LFS_POINTER
 from kvist.spec.gguf_types import IDS
 from kvist.spec.model import Attention, ModelSpec
 from kvist.spec.names import ExpectedTensor, expected_tensors, grouped_rows, half_split_rows, match_names
@@ -120,7 +121,7 @@ class SafetensorsCheckpoint:
                 if part.get_dtype() not in ("F32", "BF16", "F16"):
                     raise FormatError(
                         f"{shard}: tensor {name} has type {part.get_dtype()}: "
-                        "float32, bfloat16 and float16 can be loaded"
+                        "float32, bfloat16 and float16 can be loaded; save the model in one of these"
                     )
                 self.files[name] = shard
                 shapes[name] = tuple(part.get_shape())
@@ -171,6 +172,10 @@ def _mapped(shard: Path) -> Any:
     try:
         return safe_open(str(shard), framework="pt")
     except (SafetensorError, OSError) as error:
+        with shard.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                pointer = f"{shard} is a pointer of Git LFS, not the file itself: `git lfs pull` fetches that"
+                raise FormatError(pointer) from None
         raise Truncated(f"{shard}: not a complete safetensors file ({error}): download it again") from error
 
 

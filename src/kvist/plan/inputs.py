@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from kvist.base.errors import FormatError, KvistError, UsageError
 from kvist.spec.cache_from_gguf import gguf_cache_spec
 from kvist.spec.cache_spec import cache_spec
+from kvist.spec.elsewhere import HUB_ID, OLLAMA, hub_config, hub_path
 from kvist.spec.from_config import model_spec, read_config
 from kvist.spec.from_gguf import gguf_model
 from kvist.spec.gguf_split import read_model_file
@@ -19,7 +19,6 @@ from kvist.spec.kept import CacheSpec
 from kvist.spec.names import ExpectedTensor, expected_tensors
 from kvist.spec.source import ALIASES, expanded, resolve
 
-_HUB = re.compile(r"^[\w.-]+/[\w.-]+$")
 Model = str | Path | Mapping[str, Any] | CacheSpec
 
 
@@ -30,22 +29,31 @@ def load_spec(model: Model, assume_standard: bool = False) -> tuple[str, CacheSp
     if isinstance(model, Mapping):
         return str(model.get("_name_or_path") or "config"), _from_config(model, assume_standard)
     text = str(model)
+    if not text:
+        raise UsageError("the model's name is empty: give a folder, a .gguf file, a hub id, or an alias")
     if text in ALIASES and not Path(text).exists():
         return text, _from_gguf(resolve(text).path)
     path = expanded(text)
     if path.is_dir():
         if not (path / "config.json").is_file():
             files = sorted(path.glob("*.gguf"))
-            if len(files) != 1:
+            if not files:
+                raise UsageError(f"{path} has no config.json: give a folder that has one, or a .gguf file")
+            if len(files) > 1:
                 raise UsageError(f"{path} has no config.json and {len(files)} GGUF files: name the file to plan")
             return files[0].name, _from_gguf(files[0])
         return path.resolve().name, _with_files(_from_config(read_config(path), assume_standard), path)
     if path.is_file():
         return _file(path, assume_standard)
-    if _HUB.match(text):
-        return text, _from_config(read_config(_hub_config(text)), assume_standard)
+    if text.startswith(OLLAMA):
+        return text, _from_gguf(resolve(text).path)
+    hub = HUB_ID.match(text)
+    if hub is not None and hub["file"] is not None:
+        return text, _from_gguf(hub_path(text, local=True))  # a plan fetches no weights
+    if hub is not None:
+        return text, _from_config(read_config(hub_config(text)), assume_standard)
     raise UsageError(
-        f"no such model: {text!r} is neither a file or folder, nor a hub id (owner/name), nor one of"
+        f"no such model: {text!r} is neither a file or folder, nor a hub id (owner/name), nor ollama:NAME, nor one of"
         f" {', '.join(ALIASES)}"
     )
 
@@ -59,20 +67,8 @@ def _file(path: Path, assume_standard: bool) -> tuple[str, CacheSpec]:
         return path.resolve().parent.name if path.name == "config.json" else path.stem, _from_config(
             read_config(path), assume_standard
         )
-    raise FormatError(f"{path} is neither a GGUF file nor a config.json")
-
-
-def _hub_config(name: str) -> Path:
-    """The config.json of a hub repository, fetched or from the hub's own cache. UsageError when there is none."""
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise UsageError(f"{name!r} looks like a hub id; install huggingface_hub to fetch its config") from error
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"cannot fetch config.json of {name!r}: {first}; download it and give its path") from error
+    hint = f"; did you mean its folder, {path.parent}?" if path.with_name("config.json").is_file() else ""
+    raise FormatError(f"{path} is neither a GGUF file nor a config.json{hint}")
 
 
 def _from_config(config: Mapping[str, Any], assume_standard: bool) -> CacheSpec:
@@ -113,7 +109,12 @@ def _with_files(spec: CacheSpec, folder: Path) -> CacheSpec:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return spec
-    size = sum(file.stat().st_size - _header_bytes(file) for file in files)
+    sizes = [file.stat().st_size - _header_bytes(file) for file in files]
+    if min(sizes) < 0:  # not the files themselves: what a broken-off download or a clone without Git LFS left
+        return replace(
+            spec, notes=(*spec.notes, f"{files[sizes.index(min(sizes))].name} is not a whole safetensors file")
+        )
+    size = sum(sizes)
     return replace(spec, weights_bytes=size, weights_source=f"exact: the tensors of {len(files)} files")
 
 

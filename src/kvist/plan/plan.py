@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvist.base.errors import UsageError
+from kvist.cache.sizing import DEFAULT_CTX
 from kvist.plan.cost import LayerKind, mha_factor, sequence_bytes
 from kvist.plan.device import Device, find_device
 from kvist.plan.engines.base import LIMIT, Engine, max_context, max_sequences
@@ -13,7 +14,6 @@ from kvist.plan.formats import ALLOWED, parse_format
 from kvist.plan.inputs import Model, load_spec
 from kvist.plan.record import Plan, RooflinePoint, Room, TypeAnswer
 from kvist.plan.settings import (
-    DEFAULT_CTX,
     OTHER,
     UTILISATION,
     PlanSettings,

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvist.base.errors import UsageError
 from kvist.cache.addressing import check_block_size
+from kvist.cache.sizing import BLOCK_SIZE
 from kvist.plan.cost import Widths
 from kvist.plan.engines.base import Engine
-from kvist.plan.engines.kvist_pool import BLOCK_SIZE, kvist_engine
+from kvist.plan.engines.kvist_pool import kvist_engine
 from kvist.plan.engines.llama_cpp import LlamaCppSettings, llama_cpp_engine
 from kvist.plan.engines.sglang import SglangSettings, sglang_engine
 from kvist.plan.engines.vllm import VllmSettings, vllm_engine
@@ -19,7 +20,6 @@ from kvist.spec.kept import CacheSpec, IndexRows
 
 GIB = 2**30
 ENGINES = ("kvist", "vllm", "sglang", "llama.cpp")
-DEFAULT_CTX = 8192
 # The share of memory that an engine takes, and bytes beside weights and cache (least, most): runtime, activations.
 UTILISATION = {"kvist": 1.0, "vllm": 0.92, "sglang": 0.88, "llama.cpp": 1.0}
 OTHER = {

@@ -108,7 +108,7 @@ def _attentions(family: Family, facts: DecoderFacts, fields: Fields, num_layers:
         qk_norm_whole=facts.qk_norm_whole,
         qkv_bias=is_set(fields, facts.qkv_bias),
         out_bias=is_set(fields, facts.out_bias),
-        softcap=softcap(fields, "attn_logit_softcapping", facts.attn_softcap),
+        softcap=softcap(family, fields, "attn_logit_softcapping", facts.attn_softcap, facts.attn_softcap is not None),
     )
     turned = _rotated(facts, fields, num_layers)
     return [
@@ -117,9 +117,19 @@ def _attentions(family: Family, facts: DecoderFacts, fields: Fields, num_layers:
     ]
 
 
-def softcap(fields: Fields, name: str, default: float | None) -> float | None:
-    """A soft cap: null means none, an absent field the default of the class."""
-    return fields.maybe_number(name) if name in fields.data else default
+def softcap(family: Family, fields: Fields, name: str, default: float | None, capped: bool) -> float | None:
+    """A soft cap: null means none, an absent field the default of the class.
+
+    BadValue for a number where the family is not ``capped``: other programs do not look at the field there, so its
+    checkpoints cannot have been trained with it.
+    """
+    found = fields.maybe_number(name) if name in fields.data else default
+    if found is not None and not capped:
+        raise BadValue(
+            f"{fields.where}: {name} = {found:g}, but a {family.name} caps nothing there and other programs ignore the"
+            " field: set it to null to run the model as they do"
+        )
+    return found
 
 
 def _kv_heads(family: Family, fields: Fields, num_heads: int) -> int:

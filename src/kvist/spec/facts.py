@@ -20,8 +20,10 @@ class DecoderFacts:
     GGUF files of Gemma have the 1 added already. ``gguf_permuted_qk``: q and k rows are interleaved in GGUF files.
     ``gelu_is_tanh``: old configs say ``gelu`` and mean its tanh form. ``multipliers``: the config scales embedding,
     attention, residual and logits. ``no_rope_step``: every step-th layer has no rotation where no list says which.
-    ``one_norm_unless``: parallel branches share a norm unless this flag is set. ``required``: flags that must have
-    this value, else the model is refused. ``absent``: what the class gives to fields that published configs leave out.
+    ``attn_softcap`` and ``logit_softcap``: the class's soft caps. A family without the first caps no scores, and only
+    one with ``caps_logits`` its logits; a config that says otherwise is refused. ``one_norm_unless``: parallel branches
+    share a norm unless this flag is set. ``required``: flags that must have this value, else the model is refused.
+    ``absent``: what the class gives to fields that published configs leave out.
     """
 
     activation: str = "silu"
@@ -46,6 +48,7 @@ class DecoderFacts:
     multipliers: bool = False
     attn_softcap: float | None = None
     logit_softcap: float | None = None
+    caps_logits: bool = False
     windows: bool = False
     learned_positions: bool = False
     rope_theta: float = 10_000.0

@@ -100,7 +100,7 @@ def _decoder(family: Family, facts: DecoderFacts, fields: Fields, outer: Fields)
         dtype=fields.maybe_text("dtype", "torch_dtype") or outer.maybe_text("dtype", "torch_dtype") or "float32",
         embedding_scale=math.sqrt(hidden) if facts.scaled_embedding else multipliers[0],
         logit_scale=1.0 / multipliers[1],
-        logit_softcap=softcap(fields, "final_logit_softcapping", facts.logit_softcap),
+        logit_softcap=softcap(family, fields, "final_logit_softcapping", facts.logit_softcap, facts.caps_logits),
         learned_positions=max_position if facts.learned_positions else None,
         bos_token_id=_bos(facts, fields, outer),
         eos_token_ids=_eos(facts, fields, outer),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvist.base.errors import BadValue, UnknownArchitecture
-from kvist.spec.config_layers import check_groups
+from kvist.spec.config_layers import check_groups, softcap
 from kvist.spec.config_rope import long_stretch
 from kvist.spec.families import BY_GGUF, DecoderFacts, Family, runnable_names
 from kvist.spec.gguf_file import GgufFile
@@ -102,7 +102,7 @@ def _spec(family: Family, facts: DecoderFacts, fields: Fields, file: GgufFile) -
         dtype=main_type(file),
         embedding_scale=math.sqrt(hidden) if facts.scaled_embedding else multipliers[0],
         logit_scale=1.0 / multipliers[2],
-        logit_softcap=fields.maybe_number("final_logit_softcapping") or facts.logit_softcap,
+        logit_softcap=softcap(family, fields, "final_logit_softcapping", facts.logit_softcap, facts.caps_logits),
         learned_positions=max_position if facts.learned_positions else None,
         bos_token_id=special.maybe_integer("bos_token_id", low=0),
         eos_token_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
@@ -192,7 +192,9 @@ def _attentions(
                 qk_norm_whole=facts.qk_norm_whole,
                 qkv_bias=f"blk.{index}.attn_q.bias" in file.tensors or f"blk.{index}.attn_qkv.bias" in file.tensors,
                 out_bias=f"blk.{index}.attn_output.bias" in file.tensors,
-                softcap=fields.maybe_number("attn_logit_softcapping") or facts.attn_softcap,
+                softcap=softcap(
+                    family, fields, "attn_logit_softcapping", facts.attn_softcap, facts.attn_softcap is not None
+                ),
             )
         )
     return result

@@ -18,6 +18,7 @@ from kvist.base.errors import BadValue, Corrupt, FormatError, Truncated, UsageEr
 from kvist.spec.gguf_types import GGML_TYPES, GgmlType
 
 _MAGIC = b"GGUF"
+LFS_POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in place of every large file
 _SCALARS = {
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
@@ -208,7 +209,7 @@ def read_gguf(path: str | Path) -> GgufFile:
         raise UsageError(f"no such file: {path}")
     size = path.stat().st_size
     if size < 24:
-        raise Truncated(f"{path}: {size} bytes are too few for a GGUF header (24)")
+        raise Truncated(f"{path}: {size} bytes are too few for a GGUF header (24); copy or download it again")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _header(_Cursor(data, path), size)
 
@@ -216,6 +217,8 @@ def read_gguf(path: str | Path) -> GgufFile:
 def _header(cursor: _Cursor, size: int) -> GgufFile:
     path = cursor.path
     magic = cursor.data[:4]
+    if cursor.data[: len(LFS_POINTER)] == LFS_POINTER:
+        raise FormatError(f"{path} is a pointer of Git LFS, not the file itself: `git lfs pull` fetches that")
     if magic != _MAGIC:
         raise FormatError(f"{path}: starts with {magic!r}, not {_MAGIC!r}: this is no GGUF file")
     cursor.position = 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvist.base.errors import Corrupt, UsageError
-from kvist.spec.elsewhere import HUB_ID, OLLAMA, hub_folder, ollama_file
+from kvist.spec.elsewhere import HUB_ID, OLLAMA, hub_path, ollama_file
 from kvist.spec.gguf_split import split_parts
 
 
@@ -107,6 +107,8 @@ def installed(alias: Alias) -> Path | None:
 
 def resolve(model: str) -> ModelSource:
     """The model that ``model`` names. UsageError with the remedy when there is none."""
+    if not model:
+        raise UsageError("the model's name is empty: give a folder, a .gguf file, a hub id, or an alias")
     alias = ALIASES.get(model)
     if alias is not None and not Path(model).exists():
         folder = installed(alias)
@@ -124,13 +126,20 @@ def resolve(model: str) -> ModelSource:
     if path.is_file():
         if path.suffix == ".gguf":
             return ModelSource("gguf", split_parts(path)[0], path.stem)
-        raise UsageError(f"{path} is neither a .gguf file nor a folder with config.json and *.safetensors")
+        hint = f"; did you mean its folder, {path.parent}?" if _is_part(path) else ""
+        raise UsageError(f"{path} is neither a .gguf file nor a folder with config.json and *.safetensors{hint}")
     if HUB_ID.match(model):
-        return replace(_folder(hub_folder(model)), name=model)
+        path = hub_path(model)
+        return ModelSource("gguf", path, model) if path.is_file() else replace(_folder(path), name=model)
     raise UsageError(
         f"no such model: {model!r} is neither a file or folder, nor a hub id (owner/name), nor ollama:NAME, nor one of "
         f"the aliases {', '.join(ALIASES)}"
     )
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a folder is named by one of its files."""
+    return (path.suffix == ".safetensors" or path.name == "config.json") and path.with_name("config.json").is_file()
 
 
 def expanded(model: str) -> Path:
@@ -144,8 +153,8 @@ def expanded(model: str) -> Path:
 def _folder(path: Path) -> ModelSource:
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
-        hint = f"; did you mean {files[0]}?" if files else ""
-        raise UsageError(f"{path} has no config.json{hint}")
+        hint = f"did you mean {files[0]}?" if files else "give a folder that has one, or a .gguf file"
+        raise UsageError(f"{path} has no config.json: {hint}")
     _shards(path)
     return ModelSource("safetensors", path, path.resolve().name)
 
@@ -165,7 +174,13 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     if outside:
         raise Corrupt(f"{index} names a file outside its folder: {str(outside[0])[-80:]!r}")
     if not shards:
-        raise UsageError(f"{folder} has no *.safetensors; kvist runs safetensors and GGUF weights")
+        pickled = any(folder.glob("*.bin"))
+        remedy = (
+            "its *.bin are pickles, which may run code and are never opened: save it as safetensors"
+            if pickled
+            else "kvist runs safetensors and GGUF weights"
+        )
+        raise UsageError(f"{folder} has no *.safetensors; {remedy}")
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
         raise UsageError(f"{folder}: {index.name} names files that are not there: {', '.join(absent)}")

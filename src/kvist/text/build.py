@@ -19,6 +19,11 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _by_pattern(pattern: str) -> Callable[[], Any]:
@@ -38,10 +43,23 @@ def _single_digits() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
+def _falcon() -> Any:
+    """Runs of punctuation apart, GPT-2's split, then digits (of the byte alphabet) apart and in threes."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Punctuation(behavior="contiguous"),
+            _gpt2(),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), behavior="isolated"),
+        ]
+    )
+
+
 # How text is cut before it is merged, by the name that GGUF writers give it (tokenizer.ggml.pre).
 _SPLITS: dict[str, Callable[[], Any]] = {
     "gpt-2": _gpt2,
     "olmo": _gpt2,
+    "mpt": _gpt2,
     "smollm": _single_digits,
     "starcoder": _single_digits,
     "refact": _single_digits,
@@ -52,6 +70,9 @@ _SPLITS: dict[str, Callable[[], Any]] = {
     "llama-bpe": _by_pattern(_LLAMA3),
     "falcon3": _by_pattern(_LLAMA3),
     "smaug-bpe": _by_pattern(_LLAMA3),
+    "dbrx": _by_pattern(_LLAMA3),
+    "falcon": _falcon,
+    "gpt-4o": _by_pattern(_O200K),
     "qwen2": _by_pattern(_QWEN2),
     "deepseek-r1-qwen": _by_pattern(_QWEN2),
     "tekken": _by_pattern(_TEKKEN),

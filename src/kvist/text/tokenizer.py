@@ -90,7 +90,8 @@ class Tokenizer:
                 ends.append(index)
             key = {"unknown": "unk", "padding": "pad"}.get(name, name)
             special[f"{key}_token"] = vocabulary.tokens[index]
-        begins = data["tokenizer.ggml.model"] == SENTENCEPIECE or data.get("tokenizer.ggml.pre") in BEGINS_WITH_BOS
+        split = data.get("tokenizer.ggml.pre")
+        begins = data["tokenizer.ggml.model"] == SENTENCEPIECE or (isinstance(split, str) and split in BEGINS_WITH_BOS)
         template = data.get("tokenizer.chat_template")
         facts = _Facts(
             where=str(gguf.path),
@@ -207,7 +208,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} holds {type(value).__name__}, not an object")
@@ -221,6 +222,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         value = config.get(key)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise Corrupt(f"{key} is {text!r}, which is not Unicode: correct the tokenizer's settings") from error
             found[key] = text
     return found
 
@@ -229,7 +234,10 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template: a file of its own, or in the tokenizer's settings (one text, or named ones)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"{path} is not UTF-8: {error}; download it again") from error
     found = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}

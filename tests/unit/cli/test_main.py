@@ -29,6 +29,13 @@ def test_help_answers_at_once(arguments: list[str]) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < HELP_SECONDS
 
 
+def test_python_m_kvist_is_the_command() -> None:
+    done = start(
+        [sys.executable, "-m", "kvist", "run", "absent.gguf", "x"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("kvist: no such model: 'absent.gguf'")
+
+
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         assert run([name, "--help"]) == 0

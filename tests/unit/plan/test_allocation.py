@@ -10,8 +10,7 @@ import kvist
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.cache.layout import groups_of
 from kvist.cache.pool import Pool
-from kvist.cache.sizing import blocks_for, context_bytes
-from kvist.compose import wiring
+from kvist.cache.sizing import BLOCK_SIZE, STEP_TOKENS, blocks_for, context_bytes
 from kvist.plan.engines import kvist_pool
 from kvist.plan.plan import plan
 from kvist.spec.from_config import model_spec
@@ -52,13 +51,8 @@ def test_a_loaded_model_holds_what_was_planned(model: str, block: int, ctx: int,
 def test_a_pool_holds_what_was_planned(block: int, ctx: int, count: int, dtype: DType) -> None:
     made = plan(GEMMA, ctx_size=ctx, block_size=block, max_num_seqs=count, kv_cache_dtype=dtype.name)
     groups = groups_of(model_spec(GEMMA), dtype, block)
-    chunk = max(min(wiring.STEP_TOKENS, ctx), count)
+    chunk = max(min(STEP_TOKENS, ctx), count)
     assert Pool(groups, blocks_for(groups, ctx, chunk, count), chunk=chunk).nbytes == made.allocated_bytes
-
-
-def test_the_defaults_are_those_of_loading() -> None:
-    assert kvist_pool.BLOCK_SIZE == wiring.DEFAULT_BLOCK_SIZE
-    assert kvist_pool.STEP_TOKENS == wiring.STEP_TOKENS
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -68,13 +62,13 @@ def test_groups_are_those_of_the_pool(dtype: DType) -> None:
         (plan("gemma3", kv_cache_dtype=dtype.name).engine, gguf_model(resolve("gemma3").path).spec),
     ):
         assert isinstance(engine, kvist_pool.KvistEngine)
-        assert engine.groups == groups_of(spec, dtype, kvist_pool.BLOCK_SIZE)
+        assert engine.groups == groups_of(spec, dtype, BLOCK_SIZE)
 
 
 def test_many_requests_make_steps_longer() -> None:
     """Beyond the usual step, every running request still gets its token: windows have room for that."""
     count, ctx = 2000, 4096
     made = plan(GEMMA, ctx_size=ctx, max_num_seqs=count, kv_cache_dtype="bfloat16")
-    groups = groups_of(model_spec(GEMMA), BFLOAT16, wiring.DEFAULT_BLOCK_SIZE)
+    groups = groups_of(model_spec(GEMMA), BFLOAT16, BLOCK_SIZE)
     assert made.allocated_bytes == context_bytes(groups, ctx, count, count)
-    assert made.allocated_bytes > context_bytes(groups, ctx, wiring.STEP_TOKENS, count)
+    assert made.allocated_bytes > context_bytes(groups, ctx, STEP_TOKENS, count)

@@ -146,13 +146,31 @@ def test_models_by_path(tmp_path: Path) -> None:
     assert load_spec(config)[0] == "config"
 
 
+def test_weights_that_are_not_there_are_not_counted(tmp_path: Path) -> None:
+    """What a clone without Git LFS left: its first bytes read as a length would make the weights negative."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    _, spec = load_spec(tmp_path)
+    assert spec.weights_bytes is None or spec.weights_bytes > 0
+    assert "model.safetensors is not a whole safetensors file" in spec.notes
+
+
 def test_models_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"1234567890")
     with pytest.raises(FormatError, match=r"neither a GGUF file nor a config\.json"):
         load_spec(tmp_path / "x.bin")
-    with pytest.raises(UsageError, match=r"has no config\.json and 0 GGUF files"):
+    with pytest.raises(UsageError, match=r"has no config\.json: give a folder that has one"):
         load_spec(tmp_path)
+    with pytest.raises(UsageError, match="the model's name is empty"):
+        load_spec("")
+    with pytest.raises(UsageError, match="ollama has no model 'absent' here"):
+        load_spec("ollama:absent")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "config.json").write_text("{}")
+    (tmp_path / "part" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(FormatError, match=r"did you mean its folder, .*part\?"):
+        load_spec(tmp_path / "part" / "model.safetensors")
     with pytest.raises(UsageError, match="no such model: 'absent'"):
         load_spec("absent")
-    with pytest.raises(KvistError, match=r"cannot fetch config\.json of 'nobody/nothing'"):
+    with pytest.raises(KvistError, match=r"cannot get 'nobody/nothing' from the hub"):
         load_spec("nobody/nothing")

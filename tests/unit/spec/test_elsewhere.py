@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvist.base.errors import Corrupt, UsageError
-from kvist.spec.elsewhere import hub_folder, ollama_file
+from kvist.spec.elsewhere import hub_path, ollama_file
 from kvist.spec.from_gguf import gguf_model
 from kvist.spec.gguf_split import read_model_file, split_parts
 from kvist.spec.source import resolve
@@ -82,7 +82,7 @@ def test_what_the_hub_refuses_is_explained(hub: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(UsageError, match=words):
-        hub_folder("someone/tiny")
+        hub_path("someone/tiny")
 
 
 def test_names_that_are_no_hub_ids() -> None:

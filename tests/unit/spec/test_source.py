@@ -72,8 +72,16 @@ def test_what_cannot_be_found(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match=r"neither a \.gguf file nor a folder"):
         resolve(str(tmp_path / "a.bin"))
-    with pytest.raises(UsageError, match=r"has no \*\.safetensors"):
+    with pytest.raises(UsageError, match=r"has no \*\.safetensors; kvist runs"):
         resolve(str(folder(tmp_path / "bare")))
+    (tmp_path / "bare" / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"\*\.bin are pickles, .*never opened: save it as safetensors"):
+        resolve(str(tmp_path / "bare"))
+    with pytest.raises(UsageError, match="the model's name is empty"):
+        resolve("")
+    for part in ("config.json", "model.safetensors"):
+        with pytest.raises(UsageError, match=r"did you mean its folder, .*part\?"):
+            resolve(str(folder(tmp_path / "part", "model.safetensors") / part))
     index = {"weight_map": {"a": "1.safetensors"}}
     with pytest.raises(UsageError, match=r"not there: 1\.safetensors"):
         resolve(str(folder(tmp_path / "torn", index=index)))

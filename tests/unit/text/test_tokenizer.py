@@ -118,6 +118,32 @@ def test_byte_level(tmp_path: Path, cache_folder: Path) -> None:
     assert tokenizer.decode([0, *ids[:1]], skip_special=False) == "<|endoftext|>abc"
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        # Runs of punctuation stand alone, spaces before them too; digits by three from the left.
+        ("falcon", "it's 12345, ok!!", ["it", "'", "s", "Ġ", "123", "45", ",", "Ġok", "!!"]),
+        ("falcon", "a 1234567", ["a", "Ġ", "123", "456", "7"]),
+        # Contractions keep their quote, digits stand by three, a space joins what follows unless that is a digit.
+        ("dbrx", "it's 12345, ok!!", ["it", "'s", "Ġ", "123", "45", ",", "Ġok", "!!"]),
+        # A contraction stays with its word, and a word ends where a capital begins.
+        ("gpt-4o", "it's 12345, okGo!!", ["it's", "Ġ", "123", "45", ",", "Ġok", "Go", "!!"]),
+        ("gpt-4o", "HTTPServer", ["HTTPServer"]),
+        ("mpt", "it's 12345, ok", ["it", "'s", "Ġ12345", ",", "Ġok"]),
+    ],
+)
+def test_where_text_is_cut(pre: str, text: str, pieces: list[str]) -> None:
+    from kvist.text.build import _SPLITS
+
+    assert [piece for piece, _ in _SPLITS[pre]().pre_tokenize_str(text)] == pieces
+
+
+def test_a_split_that_is_no_name_is_no_crash(tmp_path: Path, cache_folder: Path) -> None:
+    """A SentencePiece vocabulary does not need the field; a list in it was once looked up in a set."""
+    tokenizer = Tokenizer.from_gguf(write_gguf(tmp_path / "m.gguf", spm_header(pre=[1, 2])))
+    assert tokenizer.adds_bos
+
+
 def test_only_special_tokens_end_an_answer(tmp_path: Path, cache_folder: Path) -> None:
     header = bpe_header(tokens=[*bpe_header()["tokens"], "<|end|>"], token_type=[*bpe_header()["token_type"], 4])
     tokenizer = Tokenizer.from_gguf(write_gguf(tmp_path / "m.gguf", header))
@@ -130,6 +156,7 @@ def test_only_special_tokens_end_an_answer(tmp_path: Path, cache_folder: Path) -
     [
         (bpe_header(pre="unheard-of"), FormatError, "'unheard-of'.*known are.*smollm"),
         (bpe_header(pre=None), FormatError, "tokenizer.ggml.pre is None"),
+        (bpe_header(pre=[1, 2]), FormatError, "tokenizer.ggml.pre is"),
         (bpe_header(model="bert"), FormatError, "tokenizer.ggml.model is 'bert'; supported are"),
         (bpe_header(merges=None), FormatError, "without tokenizer.ggml.merges"),
         (bpe_header(merges=["a b", "b zz"]), Corrupt, "'b zz' needs the token 'zz'"),
@@ -179,14 +206,19 @@ def test_folder_template_in_the_settings(folder: Path) -> None:
         ("tokenizer.json", "{", Corrupt, "not a tokenizer that can be read"),
         ("tokenizer_config.json", "{", Corrupt, "not JSON"),
         ("tokenizer_config.json", "[]", FormatError, "holds list, not an object"),
+        ("tokenizer_config.json", "[" * 200_000, Corrupt, "not JSON"),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', Corrupt, "bos_token is .*not Unicode"),
+        ("chat_template.jinja", b"{{ \xa6 }}", Corrupt, "chat_template.jinja is not UTF-8"),
         ("generation_config.json", '{"eos_token_id": "x"}', FormatError, "eos_token_id is 'x'"),
     ],
 )
 def test_folders_that_cannot_be_used(
-    folder: Path, file: str, content: str | None, error: type[Exception], words: str
+    folder: Path, file: str, content: str | bytes | None, error: type[Exception], words: str
 ) -> None:
     if content is None:
         (folder / file).unlink()
+    elif isinstance(content, bytes):
+        (folder / file).write_bytes(content)
     else:
         (folder / file).write_text(content)
     with pytest.raises(error, match=words):

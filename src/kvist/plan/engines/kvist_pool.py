@@ -9,13 +9,10 @@ from kvist.base.errors import UsageError
 from kvist.cache.addressing import Paged
 from kvist.cache.layout import Group, Layout
 from kvist.cache.rows import KeyValue, Latent, Rows
-from kvist.cache.sizing import blocks_for, context_bytes
+from kvist.cache.sizing import blocks_for, context_bytes, step_tokens
 from kvist.plan.cost import LayerKind, Widths, kinds_of, per_rank
 from kvist.plan.sizes import show_count
 from kvist.spec.kept import CacheLayer, CacheSpec, KeyValueRows, LatentRows, Part
-
-BLOCK_SIZE = 64  # kvist.compose.DEFAULT_BLOCK_SIZE; a test holds the two equal
-STEP_TOKENS = 512  # kvist.compose.STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +23,16 @@ class KvistEngine:
     groups: tuple[Group, ...]
     fixed: int
     loose: tuple[LayerKind, ...]
-    step_tokens: int
     name: str = "kvist"
-
-    def chunk(self, ctx: int, sequences: int) -> int:
-        """Most tokens of one step, which windows must have room for."""
-        return max(min(self.step_tokens, ctx), sequences)
 
     def allocated(self, ctx: int, sequences: int) -> int:
         """Bytes of the pool for ``sequences`` requests of ``ctx`` tokens, plus states."""
-        paged = context_bytes(self.groups, ctx, self.chunk(ctx, sequences), sequences)
+        paged = context_bytes(self.groups, ctx, step_tokens(ctx, sequences), sequences)
         return paged + sequences * (self.fixed + sum(kind.nbytes(ctx) for kind in self.loose))
 
     def explain(self, ctx: int, sequences: int) -> tuple[str, ...]:
         """Blocks of each table times their bytes."""
-        chunk = self.chunk(ctx, sequences)
+        chunk = step_tokens(ctx, sequences)
         lines = [
             f"{len(group.layers)} layers x {blocks} blocks x {show_count(group.layout.block_bytes)} B"
             f" = {show_count(len(group.layers) * blocks * group.layout.block_bytes)} B"
@@ -79,7 +71,6 @@ def kvist_engine(
         groups=groups,
         fixed=sum(kind.fixed for kind in others),
         loose=tuple(_without_fixed(kind) for kind in others),
-        step_tokens=STEP_TOKENS,
     )
 
 
