@@ -14,7 +14,7 @@ from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.kernels.blockformat import read_k, read_v
 from kvist.kernels.native import NativeBackend, NativeExecutor, variants
 from kvist.kernels.ops import SPLIT, Append, Attend, Linear, Op, Step
-from kvist.kernels.reference import norm
+from kvist.kernels.reference_parts import norm
 from kvist.verify.course import Subject
 from kvist.verify.laws import Laws, paths
 from kvist.verify.report import LawRow

@@ -21,13 +21,17 @@ from kvist.kernels.ops import (
     SPLIT,
     TILE,
     Append,
+    AppendLatent,
     Attend,
+    Combine,
     Embed,
+    GroupedLinear,
     LayerStore,
     Linear,
     NormAdd,
     Normalise,
     Op,
+    Route,
     Step,
     torch_dtype,
 )
@@ -178,6 +182,8 @@ class NativeBackend:
 
     def refuses(self, op: Op) -> str | None:
         """Why these kernels cannot execute ``op``; None when they can."""
+        if isinstance(op, AppendLatent | GroupedLinear | Route | Combine):
+            return "latent rows and routed experts run on the reference only"
         for buffer in _buffers(op):
             if buffer.device.type != "cpu":
                 return f"a buffer lies on {buffer.device}: native kernels read the CPU's memory"
@@ -238,6 +244,8 @@ def _buffers(op: Op) -> list[Tensor]:
             return [op.qkv, op.q_out, op.store.data]
         case Attend():
             return [op.q, op.out, op.store.data]
+        case _:
+            return []
 
 
 def _buffer_refusal(op: Op) -> str | None:
