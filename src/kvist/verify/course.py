@@ -21,7 +21,7 @@ from kvist.cache.pool import Pool
 from kvist.cache.sizing import blocks_for
 from kvist.cache.table import GONE, Table
 from kvist.kernels.blockformat import read_k, read_v
-from kvist.kernels.ops import Append, Backend, Op, Step
+from kvist.kernels.ops import Append, AppendLatent, Backend, Op, Route, Step
 from kvist.model.decoder import Decoder
 from kvist.model.weights import ModelWeights
 from kvist.spec.model import ModelSpec
@@ -200,8 +200,13 @@ class Course:
 
 
 def _left(op: Op, step: Step, row: int, request: int, position: int) -> Tensor:
-    """What ``op`` left for one row of the step: its output, for an append the rotated query and the stored K and V."""
-    if not isinstance(op, Append):
+    """What ``op`` left for one row of the step.
+
+    Its output; for an append the rotated query and the stored K and V; for a route the experts and their gates.
+    """
+    if isinstance(op, Route):
+        return torch.cat([op.ids[row].double(), op.gates[row].double()])
+    if not isinstance(op, Append | AppendLatent):
         return op.out[row].clone()
     table = step.tables[op.store.group][request]
     k = read_k(op.store, table, position, position + 1)
