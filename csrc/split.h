@@ -7,6 +7,7 @@
 
 #include "pointwise.h"
 #include "tile.h"
+#include "turn.h"
 
 namespace KVIST_VARIANT {
 
@@ -70,23 +71,28 @@ template <class E> struct Attention {
   const Op& op;
   const Step& step;
   const int64_t d, dv, group, vectors, width;  // width: v_head_dim rounded up to whole vectors
-  const int64_t k_part, head_bytes, k_tile, v_tile, v_unit;
-  static constexpr int64_t P_ROW = SPLIT * E::A_BYTES;
+  const bool latent;  // values lie in the keys: those of a split are turned into `turned`
+  const int64_t k_part, head_bytes, k_tile, v_tile, v_unit, v_vector;  // bytes; v_vector: from one vector of channels to the next
+  static constexpr int64_t P_ROW = SPLIT * E::A_BYTES, TURNED = SPLIT / E::STEP * 64;
   // this thread's working memory
   float *scores, *values;
-  uint8_t *weights, *queries, *zeros, *edge;
+  uint8_t *weights, *queries, *zeros, *edge, *turned;
+  uint32_t done = 0;  // tiles of the present split that have been turned
 
   static int64_t v_width(const Op& op) { return (op.store.v_head_dim + LANES - 1) / LANES * LANES; }
   static size_t own_bytes(const Op& op, int64_t rows) {
     const int64_t d = op.store.head_dim, w = v_width(op);
-    return size_t(MAX_ROWS * SPLIT * 4 + MAX_ROWS * w * 4 + MAX_ROWS * SPLIT * 4 + rows * d * 4 + d * TILE * 4 + w * 4 + 6 * 64);
+    const int64_t turned = op.store.value_in_key ? (w / LANES + 1) * TURNED : 0;
+    return size_t(MAX_ROWS * SPLIT * 4 + MAX_ROWS * w * 4 + MAX_ROWS * SPLIT * 4 + rows * d * 4 + d * TILE * 4 + w * 4 + turned + 7 * 64);
   }
 
   Attention(const Op& o, const Step& s, uint8_t* memory, int64_t rows)
       : op(o), step(s), d(o.store.head_dim), dv(o.store.v_head_dim), group(o.num_heads / o.store.kv_heads),
-        vectors(v_width(o) / LANES), width(v_width(o)), k_part(int64_t(o.store.block_size) * d * E::B_BYTES),
-        head_bytes(int64_t(o.store.block_size) * (d + dv) * E::B_BYTES), k_tile(int64_t(TILE) * d * E::B_BYTES),
-        v_tile(int64_t(TILE) * dv * E::B_BYTES), v_unit(dv * E::STEP * E::B_BYTES) {
+        vectors(v_width(o) / LANES), width(v_width(o)), latent(o.store.value_in_key),
+        k_part(int64_t(o.store.block_size) * d * E::B_BYTES),
+        head_bytes(k_part + (latent ? 0 : int64_t(o.store.block_size) * dv * E::B_BYTES)), k_tile(int64_t(TILE) * d * E::B_BYTES),
+        v_tile(latent ? TILE / E::STEP * 64 : int64_t(TILE) * dv * E::B_BYTES), v_unit(latent ? 64 : dv * E::STEP * E::B_BYTES),
+        v_vector(latent ? TURNED : E::VECTOR_BYTES) {
     auto next = [&](int64_t bytes) { uint8_t* p = memory; memory += (bytes + 63) / 64 * 64; return p; };
     scores = (float*)next(MAX_ROWS * SPLIT * 4);
     values = (float*)next(MAX_ROWS * width * 4);
@@ -94,6 +100,7 @@ template <class E> struct Attention {
     queries = next(rows * d * 4);
     zeros = next(d * TILE * 4);
     edge = next(width * 4);
+    turned = next(latent ? (vectors + 1) * TURNED : 0);
     std::memset(zeros, 0, size_t(d) * TILE * 4);
   }
 
@@ -107,7 +114,7 @@ template <class E> struct Attention {
       const uint8_t* base = op.store.data + int64_t(id) * op.store.block_bytes + head * head_bytes;
       for (int64_t j = 0; j < run; ++j) {
         keys.k[t + j] = id < 0 ? nullptr : base + (inside + j) * k_tile;
-        keys.v[t + j] = id < 0 ? nullptr : base + k_part + (inside + j) * v_tile;
+        keys.v[t + j] = id < 0 ? nullptr : latent ? turned + (t + j) * v_tile : base + k_part + (inside + j) * v_tile;
       }
     }
     return keys;
@@ -132,18 +139,25 @@ template <class E> struct Attention {
       for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * width + (v + j) * LANES, acc[r][j]);
     }
   };
-  template <int R> void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, bool& fresh) {
+  template <int R> void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, int64_t vector, bool& fresh) {
     Values sink{values + row * width, width, fresh};
-    auto columns = [&](int64_t i) { return v + i * E::VECTOR_BYTES; };
-    sweep<E, Strided<int(P_ROW)>, R>(weights + row * P_ROW + key * E::A_BYTES, 0, vectors, stride, units, columns, sink);
+    auto columns = [&](int64_t i) { return v + i * vector; };
+    const uint8_t* p = weights + row * P_ROW + key * E::A_BYTES;
     fresh = false;
+    if constexpr (std::is_same_v<E, F16>)
+      if (latent) return sweep<F32, Strided<int(P_ROW)>, R>(p, 0, vectors, stride, units, columns, sink);
+    sweep<E, Strided<int(P_ROW)>, R>(p, 0, vectors, stride, units, columns, sink);
   }
   // One unit (a position, or a pair of them) by way of `edge`, with the position that may not be seen blanked.
   template <int R> void multiply_edge(int row, int64_t key, int64_t blank, const uint8_t* v, bool& fresh) {
-    std::memset(edge, 0, size_t(width) * 4);
-    std::memcpy(edge, v, size_t(v_unit));
+    if (latent) {
+      for (int64_t i = 0; i < vectors; ++i) std::memcpy(edge + i * 64, v + i * v_vector, 64);
+    } else {
+      std::memset(edge, 0, size_t(width) * 4);
+      std::memcpy(edge, v, size_t(v_unit));
+    }
     if (blank >= 0) for (int64_t i = 0; i < width; ++i) ((uint16_t*)edge)[2 * i + blank] = 0;
-    multiply<R>(row, key, 1, edge, width * 4, fresh);
+    multiply<R>(row, key, 1, edge, width * 4, E::VECTOR_BYTES, fresh);
   }
 
   // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to values[] in order of position.
@@ -158,8 +172,8 @@ template <class E> struct Attention {
       auto at = [&](int64_t k) { return keys.v[t] + (k - t * TILE) / e * v_unit; };
       if (e == 2 && key % 2) { multiply_edge<R>(row, key - 1, 0, at(key), fresh); ++key; }
       const int64_t units = (stop - key) / e;
-      if (dv % LANES == 0) {
-        if (units) multiply<R>(row, key, units, at(key), v_unit, fresh);
+      if (latent || dv % LANES == 0) {
+        if (units) multiply<R>(row, key, units, at(key), v_unit, v_vector, fresh);
       } else {  // rows that do not fill whole vectors are copied first, so that no load passes their end
         for (int64_t i = 0; i < units; ++i) multiply_edge<R>(row, key + i * e, -1, at(key + i * e), fresh);
       }
@@ -169,6 +183,24 @@ template <class E> struct Attention {
   }
 
   bool finite(const Keys& keys, Range range) const {
+    return latent ? finite_latents(keys, range) : finite_values(keys, range);
+  }
+  bool finite_latents(const Keys& keys, Range range) const {
+    constexpr int64_t e = E::STEP;
+    uint32_t some = 0;  // of any channel's exponent, whether all its bits are set
+    for (int64_t key = range.lo; key < range.hi; ++key) {
+      if (!keys.v[key / TILE]) continue;
+      for (int64_t i = 0; i < vectors; ++i) {
+        const uint32_t* unit = (const uint32_t*)(keys.v[key / TILE] + key % TILE / e * 64 + i * TURNED);
+        for (int j = 0; j < LANES; ++j) {
+          const uint32_t x = e == 2 && key % 2 == 0 ? unit[j] << 16 : unit[j];
+          some |= uint32_t((x & 0x7f800000u) == 0x7f800000u);
+        }
+      }
+    }
+    return !some;
+  }
+  bool finite_values(const Keys& keys, Range range) const {
     constexpr int64_t e = E::STEP;
     for (int64_t key = range.lo; key < range.hi; ++key) {
       if (!keys.v[key / TILE]) continue;
@@ -218,6 +250,7 @@ template <class E> struct Attention {
     Scores sink{scores};
     sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; }, sink);
     for (int r = 0; r < R; ++r) part[r] = softmax(r, view[r], t0, t1);
+    if (latent) turn(keys, t0, t1);
     bool fresh = true;
     if (alike) {
       for (int i = 0; i < view[0].count; ++i) gather<R>(keys, 0, view[0].part[i], fresh);
@@ -228,6 +261,14 @@ template <class E> struct Attention {
         fresh = true;
         for (int i = 0; i < view[r].count; ++i) gather<1>(keys, r, view[r].part[i], fresh);
       }
+    }
+  }
+
+  void turn(const Keys& keys, int64_t t0, int64_t t1) {
+    for (int64_t t = t0; t < t1; ++t) {
+      if (done >> t & 1 || !keys.k[t]) continue;
+      turn_tile<E>(keys.k[t], dv, turned + t * v_tile, TURNED);
+      done |= uint32_t(1) << t;
     }
   }
 

@@ -63,14 +63,18 @@ static void run_team(const Kernels& kernels, const std::vector<Op>& ops, const S
   Scratch common;
   uint8_t* memory = common.at(need);
   std::vector<Scratch> own{size_t(threads)};
-  std::vector<Phase> phases(ops.size() * PHASES);
+  size_t count = 0;
+  for (const Op& op : ops) count += size_t(phases_of(op));
+  std::vector<Phase> phases(count);
   std::vector<std::thread> members;
   for (int rank = 0; rank < threads; ++rank)
     members.emplace_back([&, rank] {
       Team team{phases.data(), &own[plant == "race" ? 0 : size_t(rank)], memory};
-      for (size_t i = 0; i < ops.size(); ++i) {
-        team.phase = &phases[i * PHASES];
-        kernels.exec(ops[i], step, team);
+      Phase* phase = phases.data();
+      for (const Op& op : ops) {
+        team.phase = phase;
+        phase += phases_of(op);
+        kernels.exec(op, step, team);
       }
     });
   for (std::thread& member : members) member.join();

@@ -42,6 +42,7 @@ from kvist.kernels.reference_latent import (
     combine,
     grouped_linear,
     route,
+    why_no_combine,
     why_no_grouped,
     why_no_latent,
     why_no_route,
@@ -90,6 +91,8 @@ class ReferenceBackend:
             return why_no_grouped(op)
         if isinstance(op, Route):
             return why_no_route(op)
+        if isinstance(op, Combine):
+            return why_no_combine(op)
         if isinstance(op, Append) and op.store.value_in_key:
             return "keys and values do not fit a store of latent rows: it takes an AppendLatent"
         if isinstance(op, AppendLatent):

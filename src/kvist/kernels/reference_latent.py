@@ -25,7 +25,7 @@ def append_latent(op: AppendLatent, step: Step, compute: torch.dtype) -> None:
     latent, k_rope = kv[:, :rank], kv[:, None, rank:]
     if op.kv_norm is not None:
         latent = norm(latent, op.kv_norm, compute)
-    q = op.q[:count].to(compute).view(count, heads, -1)
+    q = op.q[:count].to(compute).view(count, heads, op.q.shape[1] // heads)
     q_rope = q[..., q.shape[-1] - rope :]
     if op.cos is not None and op.sin is not None:
         positions = step.positions.long()
@@ -112,8 +112,8 @@ def combine(op: Combine, step: Step, compute: torch.dtype) -> None:
     """Execute a Combine on ``step``: see ops.Combine."""
     count = len(step.tokens)
     gates, out = op.gates[:count].to(compute), op.out[:count]
-    source = op.source[:count].to(compute).view(count, gates.shape[1], -1)
-    total = torch.zeros(count, source.shape[-1], dtype=compute)
+    source = op.source[:count].to(compute).view(count, gates.shape[1], out.shape[1])
+    total = torch.zeros(count, out.shape[1], dtype=compute)
     for rank in range(gates.shape[1]):
         total = total + gates[:, rank, None] * source[:, rank]
     out.copy_(out.to(compute) + total)
@@ -186,6 +186,14 @@ def why_no_route(op: Route) -> str | None:
             f"ids {op.ids.dtype} {list(op.ids.shape)} and gates {list(op.gates.shape)} are not int32 and float32 of "
             f"{op.top_k} ranks"
         )
-    if op.bias is not None and op.bias.numel() != experts:
-        return f"a bias of {op.bias.numel()} does not fit {experts} experts"
+    if op.bias is not None and (op.bias.numel() != experts or op.bias.dtype != torch.float32):
+        return f"a bias of {op.bias.numel()} {op.bias.dtype} does not fit {experts} experts in float32"
+    return None
+
+
+def why_no_combine(op: Combine) -> str | None:
+    """Why a Combine is outside its contract; None when it is not."""
+    ranks, width = op.gates.shape[-1], op.out.shape[-1]
+    if ranks < 1 or op.source.shape[-1] != ranks * width:
+        return f"{op.source.shape[-1]} channels are not {ranks} ranks of {width}"
     return None
