@@ -118,10 +118,8 @@ def fit(
     no keys and values, or has latents already; and what ``kvist.load`` raises for a name.
     """
     llm = model if isinstance(model, LLM) else load(model, ctx_size=None, max_num_seqs=1)
-    study = _Study(llm, layer, text, sample, held_out)
     ranks = [rank] if isinstance(rank, int) else list(rank)
-    for wanted in ranks:
-        _check_rank(wanted, study.width)
+    study = _Study(llm, layer, ranks, text, sample, held_out)
     fits = tuple(found for index in study.layers for found in study.fit(index, ranks))
     return FitReport(
         model=llm.setup.name if llm.setup is not None else "model",
@@ -185,7 +183,13 @@ class _Study:
     """A loaded model whose projections can be looked at, and replaced, on their way."""
 
     def __init__(
-        self, llm: LLM, layer: int | Sequence[int] | None, text: str | None, sample: int, held_out: int
+        self,
+        llm: LLM,
+        layer: int | Sequence[int] | None,
+        ranks: Sequence[int],
+        text: str | None,
+        sample: int,
+        held_out: int,
     ) -> None:
         decoder = llm.engine.decoder
         if not isinstance(decoder, Decoder):
@@ -202,11 +206,14 @@ class _Study:
         if len(self.widths) > 1:
             raise UsageError(f"layers keep {sorted(self.widths)} numbers a token: fit those of one width together")
         self.width = self.widths.pop()
+        for rank in ranks:
+            _check_rank(rank, self.width)
         if sample < 2 * self.width:
             raise UsageError(f"{sample} tokens determine no {self.width} directions: use {2 * self.width} or more")
         self.tokens = self._tokens(text, sample + held_out)
         self.sample = sample
         self.rows = self._collect()
+        self.plain = self._logits([])
 
     def fit(self, index: int, ranks: Sequence[int]) -> Iterator[LatentFit]:
         """The fits of one layer, with what the same ranks leave behind the rotation."""
@@ -225,8 +232,7 @@ class _Study:
 
     def effect(self, rank: int, fits: Sequence[LatentFit]) -> Effect:
         """Run the held-out text with every fitted layer's keys and values taken through its latent."""
-        plain, changed = self._logits([]), self._logits(fits)
-        p, q = torch.log_softmax(plain.double(), -1), torch.log_softmax(changed.double(), -1)
+        p, q = (torch.log_softmax(logits.double(), -1) for logits in (self.plain, self._logits(fits)))
         kl = float((p.exp() * (p - q)).sum(-1).mean())
         return Effect(rank, kl, float((p.argmax(-1) == q.argmax(-1)).double().mean()))
 

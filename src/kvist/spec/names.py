@@ -87,36 +87,32 @@ def expected_tensors(spec: ModelSpec, form: str = "hf") -> dict[str, ExpectedTen
     top = scheme_of(spec, spec.layers[0], form)
     wide = (spec.vocab_size, spec.hidden_size)
 
-    def add(tensor: ExpectedTensor, bias: bool = False, suffix: str = ".weight") -> None:
-        tensors[tensor.canonical] = replace(tensor, name=tensor.name + suffix)
+    def add(tensor: ExpectedTensor, bias: bool = False) -> None:
+        tensors[tensor.canonical] = tensor
         if bias:
-            name = f"{tensor.canonical}.bias"
-            rows = replace(tensor, canonical=name, shape=tensor.shape[:1], name=f"{tensor.name}.bias", transposed=False)
-            tensors[name] = rows
+            name, spelled_as = f"{tensor.canonical}.bias", tensor.name.removesuffix(".weight") + ".bias"
+            tensors[name] = replace(tensor, canonical=name, shape=tensor.shape[:1], name=spelled_as, transposed=False)
 
-    add(ExpectedTensor("embed", wide, top.embed))
+    add(ExpectedTensor("embed", wide, f"{top.embed}.weight"))
     if spec.learned_positions is not None:
-        add(ExpectedTensor("positions", (spec.learned_positions, spec.hidden_size), top.positions))
+        add(ExpectedTensor("positions", (spec.learned_positions, spec.hidden_size), f"{top.positions}.weight"))
     for index, layer in enumerate(spec.layers):
         scheme = scheme_of(spec, layer, form)
-        prefix = scheme.layer.format(index)
+        prefix, at = scheme.layer.format(index), f"layers.{index}."
         for part in layer_tensors(spec, layer, scheme):
-            grouped = part.role == "qkv" and scheme.grouped
-            add(
-                ExpectedTensor(
-                    f"layers.{index}.{part.role}",
-                    part.shape,
-                    prefix + spelled(scheme, part.role),
-                    grouped=_groups(layer) if grouped else None,
-                    transposed=scheme.transposed and len(part.shape) > 1,
-                    interleaved=part.interleaved,
-                    wide=part.role in WIDE,
-                ),
-                part.bias,
-                "" if part.role in BARE else ".weight",
+            role = part.role
+            tensor = ExpectedTensor(
+                at + role,
+                part.shape,
+                f"{prefix}{spelled(scheme, role)}{'' if role in BARE else '.weight'}",
+                grouped=_groups(layer) if role == "qkv" and scheme.grouped else None,
+                transposed=scheme.transposed and len(part.shape) > 1,
+                interleaved=part.interleaved,
+                wide=role in WIDE,
             )
-    add(ExpectedTensor("final_norm", (spec.hidden_size,), top.final_norm), spec.norm.bias)
-    add(ExpectedTensor("head", wide, top.head, optional=spec.tied_embeddings))
+            add(tensor, part.bias)
+    add(ExpectedTensor("final_norm", (spec.hidden_size,), f"{top.final_norm}.weight"), spec.norm.bias)
+    add(ExpectedTensor("head", wide, f"{top.head}.weight", optional=spec.tied_embeddings))
     return tensors
 
 
