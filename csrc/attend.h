@@ -16,7 +16,7 @@ constexpr int64_t LATENT_ROWS = 128;                  // of one unit over latent
 struct Cut {
   int64_t tokens_per_unit, units;  // of a step that is not parted
   int64_t splits, per_item;        // splits > 0: parted, in items of per_item splits
-  int64_t record;                  // floats of one row's result: maximum, sum, values
+  int64_t record, head;            // floats of one row's result, and of what stands before its values: maximum, sum
   int64_t heads_per_unit, wave;    // of a kv head's query heads; wave: splits that are computed before a merge
   bool shared;                     // some requests begin with the same blocks
   int64_t waves() const { return (splits + wave - 1) / wave; }
@@ -48,7 +48,8 @@ inline Cut cut_of(const Op& op, const Step& step) {
   const int64_t group = op.num_heads / op.store.kv_heads, width = (op.store.v_head_dim + LANES - 1) / LANES * LANES;
   const Table& table = step.tables[op.store.group];
   const bool latent = op.store.value_in_key;
-  Cut c{std::max<int64_t>(1, (latent ? LATENT_ROWS : 4 * MAX_ROWS) / group), 0, 0, 0, width + 2, group, 1, false};
+  Cut c{std::max<int64_t>(1, (latent ? LATENT_ROWS : 4 * MAX_ROWS) / group), 0, 0, 0, 0, latent ? LANES : 2, group, 1, false};
+  c.record = c.head + width;
   int64_t splits = 0;
   bool few = true;
   for (int64_t b = 0; b < step.num_requests; ++b) {
@@ -122,7 +123,7 @@ template <class E> struct Attending {
       std::fill(sums, sums + rows.count * width, 0.0f);
       const Road road = road_of(op, rows.position[0], rows.position[rows.count - 1]);
       for (int64_t j = 0; j < road.count(); ++j)
-        pass(request, head, road.at(j), rows.count, [&](int64_t row, int n, const Partial* part) {
+        pass(request, head, road.at(j), j + 1 < road.count() ? road.at(j + 1) : -1, rows.count, [](int64_t, int) {}, [&](int64_t row, int n, const Partial* part) {
           fold(n, state + row, sums + row * width, [&](int r) { return part[r]; }, [&](int r) { return a->values + r * width; }, width);
         });
       for (int64_t r = 0; r < rows.count; ++r) a->finish(rows.token[r], rows.head[r], state[r], sums + r * width);
@@ -145,9 +146,9 @@ template <class E> struct Attending {
       return (to - from + c.per_item - 1) / c.per_item * heads;
     };
     for (int64_t b = 0; b < step.num_requests; ++b) total += items(b);
-    share(team, total, 1, [&](int64_t i) {
+    auto item = [&](int64_t i, int64_t follower) {
       int64_t b = 0;  // which request, kv head and run of splits is item i
-      for (int64_t n; i >= (n = items(b)); ++b) i -= n;
+      for (int64_t n; i >= (n = items(b)); ++b) i -= n, follower -= n;
       const int64_t head = i % heads, first = from + i / heads * c.per_item, stop = std::min(to, first + c.per_item);
       const Road way = road(b);
       if (c.shared || b != last_b || head != last_head) {  // else the rows, and their queries as packed, are the last item's
@@ -157,17 +158,37 @@ template <class E> struct Attending {
         clear(rows.count);
         last_b = b; last_head = head;
       }
+      // The split that this thread reads after j, when it is of this request: in this item, or the first of the next.
+      auto soon = [&](int64_t j) -> int64_t {
+        if (j + 1 < stop) return way.at(j + 1);
+        const int64_t later = from + follower / heads * c.per_item;
+        return follower >= 0 && follower % heads == head && later < to ? way.at(later) : -1;
+      };
       for (int64_t j = first; j < stop; ++j)
-        pass(b, head, way.at(j), present(table, b, way.at(j)), [&](int64_t row, int n, const Partial* part) {
+        pass(b, head, way.at(j), soon(j), present(table, b, way.at(j)), [&](int64_t row, int n) { aim(row, n, way.at(j) - begin); }, [&](int64_t row, int n, const Partial* part) {
+          const bool copied = a->result == a->values;
           for (int r = 0; r < n; ++r) {
             const Road own = road_of(op, rows.position[row + r], rows.position[row + r]);
             if (!own.has(way.at(j))) continue;
             float* out = record(rows.token[row + r], rows.head[row + r], own.index(way.at(j)) - begin);
             out[0] = part[r].m; out[1] = part[r].l;
-            std::memcpy(out + 2, a->values + r * width, size_t(width) * 4);
+            if (copied) std::memcpy(out + c.head, a->values + r * width, size_t(width) * 4);
           }
         });
-    });
+      a->into(a->values, width);
+    };
+    if (op.store.value_in_key) {  // an item is taken before the one that goes first, so that its keys can be asked for
+      int64_t i = team.take(1);
+      while (i < total) {
+        const int64_t follower = team.take(1);
+        item(i, follower < total ? follower : -1);
+        team.finish(1);
+        i = follower;
+      }
+      team.wait(total);
+    } else {
+      share(team, total, 1, [&](int64_t i) { item(i, -1); });
+    }
     const int64_t run = std::min<int64_t>(op.store.value_in_key ? 4 : LANES, group);
     const int64_t runs = (op.num_heads + run - 1) / run;
     share(team, step.num_tokens * runs, 1, [&](int64_t i) {
@@ -233,13 +254,31 @@ template <class E> struct Attending {
     return parted + (step.num_tokens * op.num_heads * c.wave + token * op.num_heads + head) * c.record;
   }
 
+  // Values go straight to their records where those of the next rows stand at one distance. (Without a window the records
+  // of a row are counted by split, so that one a row does not see is there too, and is not merged.)
+  void aim(int64_t row, int n, int64_t i) const {
+    if (!op.store.value_in_key || op.window) return;
+    const int64_t apart = c.wave * c.record;
+    float* first = record(rows.token[row], rows.head[row], i);
+    bool even = true;
+    for (int r = 1; r < n; ++r) even = even && record(rows.token[row + r], rows.head[row + r], i) == first + r * apart;
+    if (even) a->into(first + c.head, apart);
+    else a->into(a->values, width);
+  }
+
   void clear(int64_t count) { std::fill(packed, packed + (count + MAX_ROWS - 1) / MAX_ROWS, 0); }
 
   // One split for the first `count` rows, tile of rows by tile of rows, all of about one height: sixteen are 8 and 8, not
   // 12 and 4. Between two `clear`s `count` never grows, so a tile packed for other rows is always seen by its key.
-  template <class Emit> void pass(int64_t request, int64_t head, int64_t s, int64_t count, Emit&& emit) {
+  // `soon` is the split that comes after this one, or -1; `before` is told which rows are next.
+  template <class Before, class Emit>
+  void pass(int64_t request, int64_t head, int64_t s, int64_t soon, int64_t count, Before&& before, Emit&& emit) {
     const Keys keys = a->find(request, head, s);
-    a->done = 0;
+    if (a->latent) {
+      a->done = 0;
+      const Keys later = a->find(request, head, std::max<int64_t>(soon, 0));
+      a->next.start(soon < 0 ? nullptr : &later, a->k_tile);
+    }
     const int64_t tiles = (count + MAX_ROWS - 1) / MAX_ROWS, height = tiles ? (count + tiles - 1) / tiles : 1;
     for (int64_t r0 = 0; r0 < count; r0 += height)
       with_rows(int(std::min<int64_t>(height, count - r0)), [&](auto n) {
@@ -250,6 +289,7 @@ template <class E> struct Attending {
           a->load_queries(q, R, rows.token + r0, rows.head + r0);
           packed[r0 / height] = key;
         }
+        before(r0, R);
         Partial part[R];
         a->template split<R>(keys, q, s, rows.position + r0, part);
         emit(r0, R, part);
@@ -265,17 +305,17 @@ template <class E> struct Attending {
       const float* kept = first ? nullptr : merged(token, head + r);
       state[r] = first ? Partial{-__builtin_inff(), 0} : Partial{kept[0], kept[1]};
       if (first) std::fill(sums + r * width, sums + (r + 1) * width, 0.0f);
-      else std::memcpy(sums + r * width, kept + 2, size_t(width) * 4);
+      else std::memcpy(sums + r * width, kept + c.head, size_t(width) * 4);
     }
     for (int64_t j = begin; j < std::min(splits, end); ++j) {
       auto from = [&](int r) { return record(token, head + r, j - begin); };
-      fold(count, state, sums, [&](int r) { return Partial{from(r)[0], from(r)[1]}; }, [&](int r) { return from(r) + 2; }, width);
+      fold(count, state, sums, [&](int r) { return Partial{from(r)[0], from(r)[1]}; }, [&](int r) { return from(r) + c.head; }, width);
     }
     for (int r = 0; r < count; ++r) {
       if (last) { a->finish(token, head + r, state[r], sums + r * width); continue; }
       float* kept = merged(token, head + r);
       kept[0] = state[r].m; kept[1] = state[r].l;
-      std::memcpy(kept + 2, sums + r * width, size_t(width) * 4);
+      std::memcpy(kept + c.head, sums + r * width, size_t(width) * 4);
     }
   }
 };

@@ -67,6 +67,27 @@ template <class From, class Values> inline void fold(int rows, Partial* to, floa
 // Where one split's keys and values stand, tile of 16 positions by tile; null where nothing is stored.
 struct Keys { const uint8_t *k[TILES], *v[TILES]; };
 
+// The keys of the split that comes next, asked for a cache line at a time while this one is computed: over latents the
+// first pass of scores would otherwise wait for all of them, and nothing else would read memory.
+struct Ahead {
+  const uint8_t *at = nullptr, *end = nullptr;
+  const uint8_t* tiles[TILES];
+  int64_t bytes = 0;
+  int left = 0;
+  void start(const Keys* keys, int64_t tile_bytes) {
+    at = end = nullptr; bytes = tile_bytes; left = 0;
+    if (keys) for (int t = TILES - 1; t >= 0; --t) if (keys->k[t]) tiles[left++] = keys->k[t];
+  }
+  KV_INLINE void line() {
+    if (at == end) {
+      if (!left) return;
+      at = tiles[--left]; end = at + bytes;
+    }
+    __builtin_prefetch(at, 0, 2);
+    at += 64;
+  }
+};
+
 template <class E> struct Attention {
   const Op& op;
   const Step& step;
@@ -75,9 +96,11 @@ template <class E> struct Attention {
   const int64_t k_part, head_bytes, k_tile, v_tile, v_unit, v_vector;  // bytes; v_vector: from one vector of channels to the next
   static constexpr int64_t P_ROW = SPLIT * E::A_BYTES, TURNED = SPLIT / E::STEP * 64;
   // this thread's working memory
-  float *scores, *values;
+  float *scores, *values, *result;  // result: where the next split's values go, `pitch` floats from row to row
+  int64_t pitch;
   uint8_t *weights, *queries, *zeros, *edge, *turned;
   uint32_t done = 0;  // tiles of the present split that have been turned
+  Ahead next;
 
   static int64_t v_width(const Op& op) { return (op.store.v_head_dim + LANES - 1) / LANES * LANES; }
   static size_t own_bytes(const Op& op, int64_t rows) {
@@ -96,6 +119,7 @@ template <class E> struct Attention {
     auto next = [&](int64_t bytes) { uint8_t* p = memory; memory += (bytes + 63) / 64 * 64; return p; };
     scores = (float*)next(MAX_ROWS * SPLIT * 4);
     values = (float*)next(MAX_ROWS * width * 4);
+    into(values, width);
     weights = next(MAX_ROWS * SPLIT * 4);
     queries = next(rows * d * 4);
     zeros = next(d * TILE * 4);
@@ -103,6 +127,8 @@ template <class E> struct Attention {
     turned = next(latent ? (vectors + 1) * TURNED : 0);
     std::memset(zeros, 0, size_t(d) * TILE * 4);
   }
+
+  void into(float* rows, int64_t apart) { result = rows; pitch = apart; }
 
   Keys find(int64_t request, int64_t head, int64_t split) const {
     const Table& table = step.tables[op.store.group];
@@ -132,20 +158,26 @@ template <class E> struct Attention {
 
   struct Values {
     float* out;
-    int64_t width;
+    int64_t pitch;
     bool fresh;
-    KV_INLINE vf first(int r, int64_t v) const { return fresh ? zero() : load(out + r * width + v * LANES); }
+    KV_INLINE vf first(int r, int64_t v) const { return fresh ? zero() : load(out + r * pitch + v * LANES); }
     template <int R, int V> KV_INLINE void done(int64_t v, vf (&acc)[R][V]) const {
-      for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * width + (v + j) * LANES, acc[r][j]);
+      for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * pitch + (v + j) * LANES, acc[r][j]);
     }
   };
+  struct LatentValues : Values {
+    Ahead& next;
+    KV_INLINE void ahead() const { next.line(); }
+  };
   template <int R> void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, int64_t vector, bool& fresh) {
-    Values sink{values + row * width, width, fresh};
+    Values sink{result + row * pitch, pitch, fresh};
     auto columns = [&](int64_t i) { return v + i * vector; };
     const uint8_t* p = weights + row * P_ROW + key * E::A_BYTES;
     fresh = false;
-    if constexpr (std::is_same_v<E, F16>)
-      if (latent) return sweep<F32, Strided<int(P_ROW)>, R>(p, 0, vectors, stride, units, columns, sink);
+    if (latent) {
+      LatentValues turned_sink{sink, next};
+      return sweep<std::conditional_t<std::is_same_v<E, F16>, F32, E>, Strided<int(P_ROW)>, R>(p, 0, vectors, stride, units, columns, turned_sink);
+    }
     sweep<E, Strided<int(P_ROW)>, R>(p, 0, vectors, stride, units, columns, sink);
   }
   // One unit (a position, or a pair of them) by way of `edge`, with the position that may not be seen blanked.
@@ -160,7 +192,7 @@ template <class E> struct Attention {
     multiply<R>(row, key, 1, edge, width * 4, E::VECTOR_BYTES, fresh);
   }
 
-  // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to values[] in order of position.
+  // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to result[] in order of position.
   template <int R> void gather(const Keys& keys, int row, Range range, bool& fresh) {
     constexpr int64_t e = E::STEP;
     for (int64_t key = range.lo; key < range.hi;) {
@@ -227,7 +259,12 @@ template <class E> struct Attention {
     }
   };
 
-  // One split for R rows: partial results in part[] and values[]. part.m is -inf where a row sees nothing of it.
+  struct LatentScores : Scores {
+    Ahead& next;
+    KV_INLINE void ahead() const { next.line(); }
+  };
+
+  // One split for R rows: partial results in part[] and result[]. part.m is -inf where a row sees nothing of it.
   template <int R> void split(const Keys& keys, const uint8_t* q, int64_t s, const int64_t* positions, Partial* part) {
     View view[R];
     Range all{SPLIT, 0};
@@ -248,7 +285,13 @@ template <class E> struct Attention {
     if (all.lo >= all.hi) return;
     const int64_t t0 = all.lo / TILE, t1 = (all.hi + TILE - 1) / TILE;
     Scores sink{scores};
-    sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; }, sink);
+    auto columns = [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; };
+    if (latent && done) {  // the first rows of a pass wait for their own keys
+      LatentScores later{sink, next};
+      sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, later);
+    } else {
+      sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, sink);
+    }
     for (int r = 0; r < R; ++r) part[r] = softmax(r, view[r], t0, t1);
     if (latent) turn(keys, t0, t1);
     bool fresh = true;
