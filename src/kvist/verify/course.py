@@ -99,6 +99,7 @@ class Course:
         self.largest_batch = 0
         self.tap = tap
         self.seen: list[tuple[str, Tensor]] = []  # what the tap saw: operation by operation, the last time
+        self.watched: dict[int, list[Tensor]] | None = None  # experts chosen in each layer, step by step, when a dict
 
     def lane(self, tokens: Sequence[int]) -> Lane:
         """A new, empty request over ``tokens``."""
@@ -114,7 +115,9 @@ class Course:
         self.steps += 1
         self.largest_batch = max(self.largest_batch, len(parts))
         taken = self._tapped(parts)
-        if taken is None:
+        if self.watched is not None:
+            self._watch(step, self.watched)
+        elif taken is None:
             self.decoder.body.run(step)
         else:
             self.seen = self._trace(step, *taken)
@@ -186,6 +189,16 @@ class Course:
                 return row + offset, b
             row += n
         return None
+
+    def _watch(self, step: Step, watched: dict[int, list[Tensor]]) -> None:
+        """Run ``step``, stopping behind every route to note what it chose."""
+        first = 0
+        for i, op in enumerate(self.decoder.body.ops):
+            if isinstance(op, Route):
+                self.decoder.body.run_range(step, first, i + 1)
+                watched.setdefault(int(op.name.split()[1]), []).append(op.ids[: len(step.tokens)].clone())
+                first = i + 1
+        self.decoder.body.run_range(step, first, len(self.decoder.body.ops))
 
     def _trace(self, step: Step, row: int, request: int) -> list[tuple[str, Tensor]]:
         """Run operation by operation; after each, the row that it left for the tapped position."""

@@ -10,14 +10,14 @@ shares between its paths is done differently here, so that one bug cannot sit on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvist.base.errors import VerifyError
 from kvist.spec.model import Attention, LatentAttention, LayerSpec, MixtureOfExperts, ModelSpec, Norm
-from kvist.verify.judge_experts import experts
+from kvist.verify.judge_experts import Route, experts
 from kvist.verify.judge_latent import latent_attention
 from kvist.verify.judge_parts import Weights, feed_forward, normalise, rotation_angles, stretch, turn
 
@@ -25,16 +25,22 @@ HEAD_ROWS = 1 << 24  # elements of the head that are converted to float64 at onc
 
 
 def judge_logits(
-    spec: ModelSpec, weights: Weights, tokens: Sequence[int], positions: Sequence[int] | None = None
+    spec: ModelSpec,
+    weights: Weights,
+    tokens: Sequence[int],
+    positions: Sequence[int] | None = None,
+    routes: Mapping[int, Route] | None = None,
 ) -> Tensor:
     """Logits float64 [T, vocab] of ``tokens``; only at ``positions`` when given (a vocabulary is large).
+
+    ``routes``: by layer, the experts that a run under test chose; see ``judge_experts.experts``.
 
     Raises VerifyError for an empty list, a token outside the vocabulary, or a layer kind that has no judge.
     """
     bad = [token for token in tokens if not 0 <= token < spec.vocab_size]
     if not tokens or bad:
         raise VerifyError(f"{len(tokens)} tokens, of which {bad[:5]} lie outside a vocabulary of {spec.vocab_size}")
-    x = judge_hidden(spec, weights, tokens)
+    x = judge_hidden(spec, weights, tokens, routes=routes)
     if positions is not None:
         x = x[list(positions)]
     head = weights("embed" if spec.tied_embeddings else "head")
@@ -45,7 +51,11 @@ def judge_logits(
 
 
 def judge_hidden(
-    spec: ModelSpec, weights: Weights, tokens: Sequence[int], observe: Callable[[int, Tensor], None] | None = None
+    spec: ModelSpec,
+    weights: Weights,
+    tokens: Sequence[int],
+    observe: Callable[[int, Tensor], None] | None = None,
+    routes: Mapping[int, Route] | None = None,
 ) -> Tensor:
     """The final normalised states float64 [T, hidden]; ``observe(layer, x)`` is shown the stream behind each layer."""
     x = weights("embed")[torch.tensor(tokens)].double() * spec.embedding_scale
@@ -56,13 +66,13 @@ def judge_hidden(
         def layer_weights(role: str, index: int = index) -> Tensor:
             return weights(f"layers.{index}.{role}").double()
 
-        x = _layer(layer, layer_weights, x)
+        x = _layer(layer, layer_weights, x, (routes or {}).get(index))
         if observe is not None:
             observe(index, x)
     return normalise(x, weights, "final_norm", spec.norm)
 
 
-def _layer(layer: LayerSpec, weights: Weights, x: Tensor) -> Tensor:
+def _layer(layer: LayerSpec, weights: Weights, x: Tensor, route: Route | None) -> Tensor:
     """One layer on the stream x [T, hidden]."""
     norm = layer.norm
     before_ffn = "input_norm" if layer.shared_norm else "pre_ffn_norm"
@@ -84,8 +94,9 @@ def _layer(layer: LayerSpec, weights: Weights, x: Tensor) -> Tensor:
     attended = x + join("post_attention_norm", mixed)
     fed = read(before_ffn, x if layer.parallel else attended)
     feed = layer.feed_forward
-    out = experts(feed, weights, fed) if isinstance(feed, MixtureOfExperts) else feed_forward(feed, weights, fed)
-    return attended + join("post_ffn_norm", out)
+    if isinstance(feed, MixtureOfExperts):
+        return attended + join("post_ffn_norm", experts(feed, weights, fed, route))
+    return attended + join("post_ffn_norm", feed_forward(feed, weights, fed))
 
 
 def _attention(attention: Attention, norm: Norm, weights: Weights, x: Tensor) -> Tensor:

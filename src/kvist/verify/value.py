@@ -12,9 +12,19 @@ from kvist.kernels.ops import NormWeight, Weight
 from kvist.model.buffers import first_width, key_width
 from kvist.model.weights import LatentWeights, LayerWeights, inner_width
 from kvist.spec.model import LatentAttention, LayerSpec, MixtureOfExperts
-from kvist.verify.compare import KL_BFLOAT16, KL_PACKED, KL_PACKED_PRODUCTS, LOGITS, kl_divergence, relative_error
+from kvist.verify.compare import (
+    CHOICE,
+    CHOICE_ROUNDED,
+    KL_BFLOAT16,
+    KL_PACKED,
+    KL_PACKED_PRODUCTS,
+    LOGITS,
+    kl_divergence,
+    relative_error,
+)
 from kvist.verify.course import Course, Subject
 from kvist.verify.judge import judge_logits
+from kvist.verify.judge_experts import Route
 from kvist.verify.report import FirstDifference, LawRow
 
 
@@ -93,8 +103,8 @@ def _rows(weight: Weight | None, start: int = 0, stop: int | None = None) -> Ten
 
 def check_value(subject: Subject, tokens: Sequence[int], positions: Sequence[int]) -> LawRow:
     """Logits at ``positions`` against float64: relative norm for float32, mean KL where anything is rounded."""
-    expected = judge_logits(subject.spec, held_weights(subject), tokens, positions)
     course = Course(subject, length=len(tokens), step_tokens=len(tokens))
+    course.watched = {}
     lane = course.lane(tokens)
     rows: dict[int, Tensor] = {}
     for start in range(0, len(tokens), 50):  # through the cache, in pieces
@@ -105,13 +115,17 @@ def check_value(subject: Subject, tokens: Sequence[int], positions: Sequence[int
             rows |= dict(zip(wanted, course.rows(n, [p - start for p in wanted]), strict=True))
     actual = torch.stack([rows[p] for p in positions])
     law = "by value"
+    rounded = subject.kv_dtype != FLOAT32
+    exact = not (subject.weights.packed or subject.weights.dtype != FLOAT32 or rounded)
+    margin = CHOICE if exact else CHOICE_ROUNDED
+    routes = {layer: Route(torch.cat(parts), margin) for layer, parts in course.watched.items()}
+    expected = judge_logits(subject.spec, held_weights(subject), tokens, positions, routes)
     if not bool(torch.isfinite(actual).all()):
         position = positions[int((~torch.isfinite(actual)).any(-1).nonzero()[0])]
         broken = int((~torch.isfinite(actual)).sum())
         where = FirstDifference(position, None, "by value", float("nan"), broken)
         return LawRow(law, "float64 judge", len(positions), False, where, "logits are not finite")
-    rounded = subject.kv_dtype != FLOAT32
-    if subject.weights.packed or subject.weights.dtype != FLOAT32 or rounded:
+    if not exact:
         divergence = kl_divergence(actual, expected)
         packed = KL_PACKED if rounded else KL_PACKED_PRODUCTS
         allowed = packed if subject.weights.packed else KL_BFLOAT16
