@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from deepseek_configs import V3
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.cache.layout import groups_of
 from kvist.cache.pool import Pool
@@ -15,31 +14,6 @@ from kvist.plan.plan import plan
 from kvist.spec.from_config import model_spec
 
 CONTEXT = 128_000
-V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 163_840,
-    "vocab_size": 129_280,
-    "torch_dtype": "bfloat16",
-}
 
 
 def test_the_whole_model_at_128_000_tokens() -> None:

@@ -7,88 +7,11 @@ from typing import Any
 
 import pytest
 
+from deepseek_configs import V2_LITE, V3
 from kvist.base.errors import BadValue, KvistError, MissingField, SpecError
 from kvist.spec.from_config import model_spec
 from kvist.spec.model import FeedForward, LatentAttention, MixtureOfExperts, Rope, Yarn
 from kvist.spec.rope import attention_factor, inverse_frequencies, score_factor
-
-# What the published config.json of DeepSeek-V3 says, quantisation included.
-V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-# And that of DeepSeek-V2-Lite, as far as it differs.
-V2_LITE = {
-    **{name: value for name, value in V3.items() if name not in ("quantization_config", "num_nextn_predict_layers")},
-    "model_type": "deepseek_v2",
-    "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "rope_scaling": {**V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "topk_method": "greedy",
-    "vocab_size": 102400,
-}
 
 
 def test_deepseek_v3() -> None:
