@@ -3,12 +3,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace kvist {
 
 enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, packed = 3 };
-enum class OpKind : int32_t { embed, linear, append, attend, norm_add, normalise };
+enum class OpKind : int32_t { embed, linear, append, attend, norm_add, normalise, append_latent, grouped, route, combine };
 enum class Epilogue : int32_t { store, add, glu, act };
 enum class Activation : int32_t { silu, gelu_tanh, gelu };
 
@@ -35,6 +36,7 @@ struct Store {  // one layer's blocks; see LayerStore in ops.py for the format
   int64_t num_blocks = 0, block_bytes = 0;
   int32_t block_size = 0, kv_heads = 0, head_dim = 0, v_head_dim = 0, group = 0;
   Type type = Type::f32;
+  bool value_in_key = false;  // latent rows: no V part, a value is the first v_head_dim channels of its key
 };
 
 struct Op {
@@ -60,6 +62,17 @@ struct Op {
   int32_t num_heads = 0, rotary = 0, window = 0, sinks = 0;  // window 0: none
   const float *cos = nullptr, *sin = nullptr, *q_norm = nullptr, *k_norm = nullptr;
   int64_t rope_rows = 0;
+  // append_latent: `source` holds each head's `nope` + R channels
+  const float *absorbed = nullptr, *latents = nullptr;
+  int64_t absorbed_stride = 0, latents_stride = 0, nope = 0;
+  // grouped: the matrices, all of the shape of `weight`, whose own data is unused; slot s reads the row at s * slot_stride
+  std::shared_ptr<const std::vector<const void*>> group;
+  int64_t slots = 0, slot_stride = 0, ids_stride = 0;
+  int32_t* ids = nullptr;  // grouped: read, or no ids; route: written
+  // route, combine: `slots` is k, `weight.n` the number of experts, `bias` what is added to choose
+  float* gates = nullptr;
+  int64_t gates_stride = 0, groups = 1, top_groups = 1;
+  bool sigmoid = false, top2 = false, normalise = false;
 };
 
 // Block ids [B, width] of one group of layers. `leader[b]` is the first request whose leading `lead[b]` blocks are the same
@@ -107,7 +120,8 @@ template <class Work> inline __attribute__((always_inline)) void share(Team& tea
   team.wait(total);
 }
 
-constexpr int PHASES = 2;  // most phases of one operation
+constexpr int WAVES = 8;  // most rounds in which attention over latents computes and merges
+constexpr int phases_of(const Op& op) { return op.kind == OpKind::attend && op.store.value_in_key ? 2 * WAVES : 2; }  // at most
 
 // One instruction set's kernels. `common_bytes`: the shared scratch that an operation needs in this step.
 struct Kernels {

@@ -2,6 +2,8 @@
 #include "append.h"
 #include "attend.h"
 #include "dequant.h"
+#include "experts.h"
+#include "latent.h"
 #include "linear.h"
 #include "packed.h"
 
@@ -13,6 +15,10 @@ static void exec(const Op& op, const Step& step, Team& team) {
     case OpKind::linear: linear(op, step, team); break;
     case OpKind::append: append(op, step, team); break;
     case OpKind::attend: attend(op, step, team); break;
+    case OpKind::append_latent: append_latent(op, step, team); break;
+    case OpKind::grouped: grouped(op, step, team); break;
+    case OpKind::route: route(op, step, team); break;
+    case OpKind::combine: combine(op, step, team); break;
     case OpKind::norm_add: case OpKind::normalise: norm_add(op, step, team); break;
   }
 }
@@ -20,6 +26,7 @@ static void exec(const Op& op, const Step& step, Team& team) {
 static size_t common_bytes(const Op& op, const Step& step) {
   if (op.kind == OpKind::linear) return linear_common(op, step);
   if (op.kind == OpKind::attend) return attend_common(op, step);
+  if (op.kind == OpKind::grouped) return grouped_common(op, step);
   return 0;
 }
 

@@ -119,12 +119,12 @@ struct Output {
   }
 };
 
-// Row `r` of the source into its tile: [step][rows of the tile] units of 4 bytes.
-inline void pack_a(const Op& op, const Step& step, int64_t r, int64_t rows, uint8_t* tile, int64_t lane, float* temp) {
-  const int64_t k = op.weight.k, from = op.wanted ? step.rows[r] : r;
+// One row of the source, which begins at element `from`, into its tile: [step][rows of the tile] units of 4 bytes.
+inline void pack_units(const Op& op, int64_t from, int64_t rows, uint8_t* tile, int64_t lane, float* temp) {
+  const int64_t k = op.weight.k;
   uint32_t* out = (uint32_t*)tile;
   if (op.source_type == Type::f32) {
-    const float* x = (const float*)op.source + from * op.source_stride;
+    const float* x = (const float*)op.source + from;
     if (op.norm) { row_norm(op, x, k, temp); x = temp; }
     if (op.weight.type == Type::f32) {
       for (int64_t i = 0; i < k; ++i) std::memcpy(out + i * rows + lane, x + i, 4);
@@ -133,8 +133,11 @@ inline void pack_a(const Op& op, const Step& step, int64_t r, int64_t rows, uint
     }
     return;
   }
-  const uint8_t* x = (const uint8_t*)((const uint16_t*)op.source + from * op.source_stride);
+  const uint8_t* x = (const uint8_t*)((const uint16_t*)op.source + from);
   for (int64_t i = 0; i < k / 2; ++i) std::memcpy(out + i * rows + lane, x + 4 * i, 4);
+}
+inline void pack_a(const Op& op, const Step& step, int64_t r, int64_t rows, uint8_t* tile, int64_t lane, float* temp) {
+  pack_units(op, (op.wanted ? step.rows[r] : r) * op.source_stride, rows, tile, lane, temp);
 }
 
 inline size_t linear_common(const Op& op, const Step& step) {

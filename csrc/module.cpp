@@ -43,10 +43,12 @@ static Weight packed_of(const std::vector<std::tuple<Address, int64_t, int>>& se
   return w;
 }
 
-static Store store_of(Address data, int64_t blocks, int64_t block_bytes, int block_size, int kv_heads, int head_dim, int v_head_dim, int type, int group) {
+static Store store_of(Address data, int64_t blocks, int64_t block_bytes, int block_size, int kv_heads, int head_dim, int v_head_dim, int type, int group, bool value_in_key) {
   Store s;
   s.data = (uint8_t*)data; s.num_blocks = blocks; s.block_bytes = block_bytes; s.block_size = block_size;
   s.kv_heads = kv_heads; s.head_dim = head_dim; s.v_head_dim = v_head_dim; s.type = type_of(type); s.group = group;
+  s.value_in_key = value_in_key;
+  if (value_in_key && (kv_heads != 1 || v_head_dim > head_dim)) throw std::invalid_argument("a latent row is one key, and its value the first channels of it");
   if (block_size < TILE || block_size % TILE || (block_size % SPLIT && SPLIT % block_size))
     throw std::invalid_argument("block_size must be a multiple of 16 that divides 128 or is a multiple of it");
   if (s.type == Type::bf16 && head_dim % 2) throw std::invalid_argument("a bfloat16 store needs an even head_dim");
@@ -100,9 +102,9 @@ NB_MODULE(_native, m) {
   m.def("packed", &packed_of, "segments"_a, "k"_a, "glu"_a, "A weight whose segments (address, rows, GGUF type) stay packed.");
   m.def("strip_bytes", [](int type, int64_t k) { return all_kernels()[0]->strip_bytes(type, k); }, "type"_a, "k"_a,
         "Bytes of 16 packed rows; 0 for a type or width that is not held packed.");
-  nb::class_<Store>(m, "Store").def("__init__", [](Store* self, Address data, int64_t num_blocks, int64_t block_bytes, int block_size, int num_kv_heads, int head_dim, int v_head_dim, int type, int group) {
-    new (self) Store(store_of(data, num_blocks, block_bytes, block_size, num_kv_heads, head_dim, v_head_dim, type, group));
-  }, "data"_a, "num_blocks"_a, "block_bytes"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "type"_a, "group"_a);
+  nb::class_<Store>(m, "Store").def("__init__", [](Store* self, Address data, int64_t num_blocks, int64_t block_bytes, int block_size, int num_kv_heads, int head_dim, int v_head_dim, int type, int group, bool value_in_key) {
+    new (self) Store(store_of(data, num_blocks, block_bytes, block_size, num_kv_heads, head_dim, v_head_dim, type, group, value_in_key));
+  }, "data"_a, "num_blocks"_a, "block_bytes"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "type"_a, "group"_a, "value_in_key"_a = false);
 
   m.def("pack", &pack_rows, "kernels"_a, "weight"_a, "rows"_a, "type"_a, "gguf"_a, "count"_a, "first"_a, "row_map"_a, "threads"_a,
         "Write rows (addresses; float32, bfloat16 or GGUF blocks) into a packed weight.");
@@ -155,6 +157,7 @@ NB_MODULE(_native, m) {
         Op op; op.kind = OpKind::append; op.store = s; op.source = (const void*)qkv; op.source_stride = stride; op.out = (void*)q_out; op.out_stride = q_stride;
         op.num_heads = num_heads; op.scale = scale; op.rotary = rotary; op.cos = (const float*)cos; op.sin = (const float*)sin; op.rope_rows = rope_rows;
         op.q_norm = (const float*)q_norm; op.k_norm = (const float*)k_norm; op.eps = eps;
+        if (s.value_in_key) throw std::invalid_argument("keys and values do not fit a store of latent rows");
         p.add(op);
       }, "store"_a, "qkv"_a, "stride"_a, "q_out"_a, "q_stride"_a, "num_heads"_a, "scale"_a, "rotary"_a, "cos"_a, "sin"_a, "rope_rows"_a, "q_norm"_a, "k_norm"_a, "eps"_a)
       .def("attend", [](Program& p, const Store& s, Address q, int64_t q_stride, Address out, int64_t out_stride, int act, int num_heads, int window, int sinks, float softcap) {
@@ -169,6 +172,47 @@ NB_MODULE(_native, m) {
         op.weight.k = width; op.norm = (const float*)norm; op.eps = eps;
         p.add(op);
       }, "source"_a, "source_stride"_a, "out"_a, "out_stride"_a, "width"_a, "norm"_a, "eps"_a, "norm_bias"_a, "centred"_a, "add"_a)
+      .def("append_latent", [](Program& p, const Store& s, Address q, int64_t q_stride, int64_t nope, Address absorbed, int64_t absorbed_stride, Address kv, int64_t kv_stride, Address q_out, int64_t q_out_stride, int num_heads, float scale, Address cos, Address sin, int64_t rope_rows, Address norm, float eps) {
+        Op op; op.kind = OpKind::append_latent; op.store = s; op.source = (const void*)q; op.source_stride = q_stride; op.nope = nope;
+        op.absorbed = (const float*)absorbed; op.absorbed_stride = absorbed_stride; op.latents = (const float*)kv; op.latents_stride = kv_stride;
+        op.out = (void*)q_out; op.out_stride = q_out_stride; op.num_heads = num_heads; op.scale = scale;
+        op.rotary = cos ? s.head_dim - s.v_head_dim : 0; op.cos = (const float*)cos; op.sin = (const float*)sin; op.rope_rows = rope_rows;
+        op.norm = (const float*)norm; op.eps = eps;
+        if (!s.value_in_key || nope < 0) throw std::invalid_argument("latent rows need a store whose values lie in its keys");
+        p.add(op);
+      }, "store"_a, "q"_a, "q_stride"_a, "nope"_a, "absorbed"_a, "absorbed_stride"_a, "kv"_a, "kv_stride"_a, "q_out"_a, "q_out_stride"_a, "num_heads"_a, "scale"_a, "cos"_a, "sin"_a, "rope_rows"_a, "norm"_a, "eps"_a)
+      .def("grouped", [](Program& p, const std::vector<Weight>& weights, Address source, int64_t source_stride, int64_t slot_stride, Address out, int64_t out_stride, int64_t slots, Address ids, int64_t ids_stride, int source_type, int act, int epilogue, int activation, Address norm, float eps, Address norm_bias, bool centred, float scale) {
+        if (weights.empty() || slots < 1 || (!ids && int64_t(weights.size()) != slots)) throw std::invalid_argument("a grouped product needs weights: without ids one for each slot");
+        Op op; op.kind = OpKind::grouped; op.weight = weights[0]; op.weight.data = nullptr;
+        auto group = std::make_shared<std::vector<const void*>>();
+        for (const Weight& w : weights) {
+          if (w.n != op.weight.n || w.k != op.weight.k || w.type != op.weight.type || w.glu != op.weight.glu || w.type == Type::packed)
+            throw std::invalid_argument("grouped weights are bfloat16 or float32, of one shape and type");
+          group->push_back(w.data);
+        }
+        op.group = group; op.source = (const void*)source; op.source_stride = source_stride; op.slot_stride = slot_stride;
+        op.out = (void*)out; op.out_stride = out_stride; op.slots = slots; op.ids = (int32_t*)ids; op.ids_stride = ids_stride;
+        op.source_type = type_of(source_type); op.act = type_of(act); op.epilogue = Epilogue(epilogue); op.activation = Activation(activation);
+        op.norm = (const float*)norm; op.eps = eps; op.norm_bias = (const float*)norm_bias; op.centred = centred; op.scale = scale;
+        if (op.weight.glu != (op.epilogue == Epilogue::glu) || op.epilogue == Epilogue::add) throw std::invalid_argument("a grouped epilogue is store or act, or glu for glu weights");
+        if (op.source_type != Type::f32 && (norm || op.source_type != op.weight.type)) throw std::invalid_argument("a source is float32, or without norm of the weights' own type");
+        if (op.act != Type::f32 && op.act != op.weight.type) throw std::invalid_argument("activations are float32, or of the weights' own type");
+        p.add(op);
+      }, "weights"_a, "source"_a, "source_stride"_a, "slot_stride"_a, "out"_a, "out_stride"_a, "slots"_a, "ids"_a, "ids_stride"_a, "source_type"_a, "act"_a, "epilogue"_a, "activation"_a, "norm"_a, "eps"_a, "norm_bias"_a, "centred"_a, "scale"_a)
+      .def("route", [](Program& p, Address scores, int64_t scores_stride, int64_t experts, Address ids, int64_t ids_stride, Address gates, int64_t gates_stride, int64_t top_k, bool sigmoid, int64_t groups, int64_t top_groups, bool top2, Address bias, bool normalise, float scale) {
+        Op op; op.kind = OpKind::route; op.source = (const void*)scores; op.source_stride = scores_stride; op.weight.n = experts;
+        op.ids = (int32_t*)ids; op.ids_stride = ids_stride; op.gates = (float*)gates; op.gates_stride = gates_stride; op.slots = top_k;
+        op.sigmoid = sigmoid; op.groups = groups; op.top_groups = top_groups; op.top2 = top2; op.bias = (const float*)bias; op.normalise = normalise; op.scale = scale;
+        if (groups < 1 || experts < 1 || experts % groups || top_groups < 1 || top_groups > groups || (top2 && groups > 1 && experts / groups < 2) ||
+            top_k < 1 || top_k > (groups > 1 ? experts / groups * top_groups : experts))
+          throw std::invalid_argument("fewer experts than are to be chosen, or groups that do not divide them");
+        p.add(op);
+      }, "scores"_a, "scores_stride"_a, "experts"_a, "ids"_a, "ids_stride"_a, "gates"_a, "gates_stride"_a, "top_k"_a, "sigmoid"_a, "groups"_a, "top_groups"_a, "top2"_a, "bias"_a, "normalise"_a, "scale"_a)
+      .def("combine", [](Program& p, Address source, int64_t source_stride, Address gates, int64_t gates_stride, Address out, int64_t out_stride, int64_t width, int64_t top_k) {
+        Op op; op.kind = OpKind::combine; op.source = (const void*)source; op.source_stride = source_stride; op.gates = (float*)gates; op.gates_stride = gates_stride;
+        op.out = (void*)out; op.out_stride = out_stride; op.weight.k = width; op.slots = top_k;
+        p.add(op);
+      }, "source"_a, "source_stride"_a, "gates"_a, "gates_stride"_a, "out"_a, "out_stride"_a, "width"_a, "top_k"_a)
       .def("run", [](Program& p, Address tokens, Address positions, Address starts, int64_t num_tokens, int64_t num_requests,
                      const std::vector<std::tuple<Address, int64_t>>& tables, Address rows, int64_t num_rows, size_t first, size_t last) {
         if (first > last || last > p.size()) throw std::invalid_argument("no such run of operations");

@@ -103,7 +103,7 @@ static void validate(const Op& op, const Step& step) {
       for (int64_t t = 0; t < step.num_tokens; ++t)
         if (step.positions[t] < 0 || step.positions[t] >= op.places.n)
           throw std::out_of_range("position " + std::to_string(step.positions[t]) + " of " + std::to_string(op.places.n) + " learned ones");
-  } else if (op.kind == OpKind::append) {
+  } else if (op.kind == OpKind::append || op.kind == OpKind::append_latent) {
     const Table& table = step.tables[op.store.group];
     for (int64_t b = 0; b < step.num_requests; ++b)
       for (int64_t t = step.starts[b]; t < step.starts[b + 1]; ++t) {
@@ -156,13 +156,17 @@ void Program::run(const Step& step, size_t first, size_t last) {
   for (size_t i = first; i < last; ++i) need = std::max(need, kernels_.common_bytes(ops_[i], step));
   uint8_t* common = common_.at(need);
   own_.resize(size_t(threads_));
-  phases_ = std::make_unique<Phase[]>((last - first) * PHASES);
+  size_t phases = 0;
+  for (size_t i = first; i < last; ++i) phases += size_t(phases_of(ops_[i]));
+  phases_ = std::make_unique<Phase[]>(phases);
 #pragma omp parallel num_threads(threads_)
   {
     FloatingPoint mode;
     Team team{phases_.get(), &own_[size_t(omp_get_thread_num())], common};
+    Phase* phase = phases_.get();
     for (size_t i = first; i < last; ++i) {
-      team.phase = &phases_[(i - first) * PHASES];
+      team.phase = phase;
+      phase += phases_of(ops_[i]);
       kernels_.exec(ops_[i], step, team);
     }
   }

@@ -7,6 +7,7 @@
 
 #include "pointwise.h"
 #include "tile.h"
+#include "turn.h"
 
 namespace KVIST_VARIANT {
 
@@ -66,38 +67,69 @@ template <class From, class Values> inline void fold(int rows, Partial* to, floa
 // Where one split's keys and values stand, tile of 16 positions by tile; null where nothing is stored.
 struct Keys { const uint8_t *k[TILES], *v[TILES]; };
 
+// The keys of the split that comes next, asked for a cache line at a time while this one is computed: over latents the
+// first pass of scores would otherwise wait for all of them, and nothing else would read memory.
+struct Ahead {
+  const uint8_t *at = nullptr, *end = nullptr;
+  const uint8_t* tiles[TILES];
+  int64_t bytes = 0;
+  int left = 0;
+  void start(const Keys* keys, int64_t tile_bytes) {
+    at = end = nullptr; bytes = tile_bytes; left = 0;
+    if (keys) for (int t = TILES - 1; t >= 0; --t) if (keys->k[t]) tiles[left++] = keys->k[t];
+  }
+  KV_INLINE void line() {
+    if (at == end) {
+      if (!left) return;
+      at = tiles[--left]; end = at + bytes;
+    }
+    __builtin_prefetch(at, 0, 2);
+    at += 64;
+  }
+};
+
 template <class E> struct Attention {
   const Op& op;
   const Step& step;
   const int64_t d, dv, group, vectors, width;  // width: v_head_dim rounded up to whole vectors
-  const int64_t k_part, head_bytes, k_tile, v_tile, v_unit;
+  const bool latent;  // values lie in the keys: those of a split are turned into `turned`
   const bool fetches;  // keys and values are equally wide: what comes next stands at one distance from what is read
-  static constexpr int64_t P_ROW = SPLIT * E::A_BYTES;
+  const int64_t k_part, head_bytes, k_tile, v_tile, v_unit, v_vector;  // bytes; v_vector: from one vector of channels to the next
+  static constexpr int64_t P_ROW = SPLIT * E::A_BYTES, TURNED = SPLIT / E::STEP * 64;
   // this thread's working memory
-  float *scores, *values;
-  uint8_t *weights, *queries, *zeros, *edge;
+  float *scores, *values, *result;  // result: where the next split's values go, `pitch` floats from row to row
+  int64_t pitch;
+  uint8_t *weights, *queries, *zeros, *edge, *turned;
+  uint32_t done = 0;  // tiles of the present split that have been turned
+  Ahead next;
 
   static int64_t v_width(const Op& op) { return (op.store.v_head_dim + LANES - 1) / LANES * LANES; }
   static size_t own_bytes(const Op& op, int64_t rows) {
     const int64_t d = op.store.head_dim, w = v_width(op);
-    return size_t(MAX_ROWS * SPLIT * 4 + MAX_ROWS * w * 4 + MAX_ROWS * SPLIT * 4 + rows * d * 4 + d * TILE * 4 + w * 4 + 6 * 64);
+    const int64_t turned = op.store.value_in_key ? (w / LANES + 1) * TURNED : 0;
+    return size_t(MAX_ROWS * SPLIT * 4 + MAX_ROWS * w * 4 + MAX_ROWS * SPLIT * 4 + rows * d * 4 + d * TILE * 4 + w * 4 + turned + 7 * 64);
   }
 
   Attention(const Op& o, const Step& s, uint8_t* memory, int64_t rows)
       : op(o), step(s), d(o.store.head_dim), dv(o.store.v_head_dim), group(o.num_heads / o.store.kv_heads),
-        vectors(v_width(o) / LANES), width(v_width(o)), k_part(int64_t(o.store.block_size) * d * E::B_BYTES),
-        head_bytes(int64_t(o.store.block_size) * (d + dv) * E::B_BYTES), k_tile(int64_t(TILE) * d * E::B_BYTES),
-        v_tile(int64_t(TILE) * dv * E::B_BYTES), v_unit(dv * E::STEP * E::B_BYTES),
-        fetches(d == dv) {
+        vectors(v_width(o) / LANES), width(v_width(o)), latent(o.store.value_in_key), fetches(d == dv && !latent),
+        k_part(int64_t(o.store.block_size) * d * E::B_BYTES),
+        head_bytes(k_part + (latent ? 0 : int64_t(o.store.block_size) * dv * E::B_BYTES)), k_tile(int64_t(TILE) * d * E::B_BYTES),
+        v_tile(latent ? TILE / E::STEP * 64 : int64_t(TILE) * dv * E::B_BYTES), v_unit(latent ? 64 : dv * E::STEP * E::B_BYTES),
+        v_vector(latent ? TURNED : E::VECTOR_BYTES) {
     auto next = [&](int64_t bytes) { uint8_t* p = memory; memory += (bytes + 63) / 64 * 64; return p; };
     scores = (float*)next(MAX_ROWS * SPLIT * 4);
     values = (float*)next(MAX_ROWS * width * 4);
+    into(values, width);
     weights = next(MAX_ROWS * SPLIT * 4);
     queries = next(rows * d * 4);
     zeros = next(d * TILE * 4);
     edge = next(width * 4);
+    turned = next(latent ? (vectors + 1) * TURNED : 0);
     std::memset(zeros, 0, size_t(d) * TILE * 4);
   }
+
+  void into(float* rows, int64_t apart) { result = rows; pitch = apart; }
 
   Keys find(int64_t request, int64_t head, int64_t split) const {
     const Table& table = step.tables[op.store.group];
@@ -109,7 +141,7 @@ template <class E> struct Attention {
       const uint8_t* base = op.store.data + int64_t(id) * op.store.block_bytes + head * head_bytes;
       for (int64_t j = 0; j < run; ++j) {
         keys.k[t + j] = id < 0 ? nullptr : base + (inside + j) * k_tile;
-        keys.v[t + j] = id < 0 ? nullptr : base + k_part + (inside + j) * v_tile;
+        keys.v[t + j] = id < 0 ? nullptr : latent ? turned + (t + j) * v_tile : base + k_part + (inside + j) * v_tile;
       }
     }
     return keys;
@@ -127,31 +159,44 @@ template <class E> struct Attention {
 
   struct Values {
     float* out;
-    int64_t width;
+    int64_t pitch;
     bool fresh;
-    KV_INLINE vf first(int r, int64_t v) const { return fresh ? zero() : load(out + r * width + v * LANES); }
+    KV_INLINE vf first(int r, int64_t v) const { return fresh ? zero() : load(out + r * pitch + v * LANES); }
     template <int R, int V> KV_INLINE void done(int64_t v, vf (&acc)[R][V]) const {
-      for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * width + (v + j) * LANES, acc[r][j]);
+      for (int r = 0; r < R; ++r) for (int j = 0; j < V; ++j) store(out + r * pitch + (v + j) * LANES, acc[r][j]);
     }
   };
+  struct LatentValues : Values {
+    Ahead& next;
+    KV_INLINE void ahead() const { next.line(); }
+  };
   template <int R, bool FETCH = false>
-  void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, bool& fresh, int64_t ahead = 0) {
-    Values sink{values + row * width, width, fresh};
-    auto columns = [&](int64_t i) { return v + i * E::VECTOR_BYTES; };
-    sweep<E, Strided<int(P_ROW)>, R, FETCH>(weights + row * P_ROW + key * E::A_BYTES, 0, vectors, stride, units, columns, sink, ahead);
+  void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, int64_t vector, bool& fresh, int64_t ahead = 0) {
+    Values sink{result + row * pitch, pitch, fresh};
+    auto columns = [&](int64_t i) { return v + i * vector; };
+    const uint8_t* p = weights + row * P_ROW + key * E::A_BYTES;
     fresh = false;
+    if (latent) {
+      LatentValues turned_sink{sink, next};
+      return sweep<std::conditional_t<std::is_same_v<E, F16>, F32, E>, Strided<int(P_ROW)>, R>(p, 0, vectors, stride, units, columns, turned_sink);
+    }
+    sweep<E, Strided<int(P_ROW)>, R, FETCH>(p, 0, vectors, stride, units, columns, sink, ahead);
   }
   // One unit (a position, or a pair of them) by way of `edge`, with the position that may not be seen blanked.
   template <int R> void multiply_edge(int row, int64_t key, int64_t blank, const uint8_t* v, bool& fresh) {
-    std::memset(edge, 0, size_t(width) * 4);
-    std::memcpy(edge, v, size_t(v_unit));
+    if (latent) {
+      for (int64_t i = 0; i < vectors; ++i) std::memcpy(edge + i * 64, v + i * v_vector, 64);
+    } else {
+      std::memset(edge, 0, size_t(width) * 4);
+      std::memcpy(edge, v, size_t(v_unit));
+    }
     if (blank >= 0) for (int64_t i = 0; i < width; ++i) ((uint16_t*)edge)[2 * i + blank] = 0;
-    multiply<R>(row, key, 1, edge, width * 4, fresh);
+    multiply<R>(row, key, 1, edge, width * 4, E::VECTOR_BYTES, fresh);
   }
 
-  // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to values[] in order of position. Meanwhile
-  // the keys of split `next` are fetched, if there is one.
-  template <int R> void gather(const Keys& keys, int row, Range range, bool& fresh, const Keys* next = nullptr) {
+  // Weighted values of keys range.lo..range.hi-1 for R rows from `row`, added to result[] in order of position. Meanwhile
+  // the keys of split `soon` are fetched, if there is one.
+  template <int R> void gather(const Keys& keys, int row, Range range, bool& fresh, const Keys* soon = nullptr) {
     constexpr int64_t e = E::STEP;
     for (int64_t key = range.lo; key < range.hi;) {
       const int64_t t = key / TILE;
@@ -162,9 +207,9 @@ template <class E> struct Attention {
       auto at = [&](int64_t k) { return keys.v[t] + (k - t * TILE) / e * v_unit; };
       if (e == 2 && key % 2) { multiply_edge<R>(row, key - 1, 0, at(key), fresh); ++key; }
       const int64_t units = (stop - key) / e;
-      if (dv % LANES == 0) {
-        if (units && next && next->k[t]) multiply<R, true>(row, key, units, at(key), v_unit, fresh, next->k[t] - keys.v[t]);
-        else if (units) multiply<R>(row, key, units, at(key), v_unit, fresh);
+      if (latent || dv % LANES == 0) {
+        if (units && soon && soon->k[t]) multiply<R, true>(row, key, units, at(key), v_unit, v_vector, fresh, soon->k[t] - keys.v[t]);
+        else if (units) multiply<R>(row, key, units, at(key), v_unit, v_vector, fresh);
       } else {  // rows that do not fill whole vectors are copied first, so that no load passes their end
         for (int64_t i = 0; i < units; ++i) multiply_edge<R>(row, key + i * e, -1, at(key + i * e), fresh);
       }
@@ -174,6 +219,24 @@ template <class E> struct Attention {
   }
 
   bool finite(const Keys& keys, Range range) const {
+    return latent ? finite_latents(keys, range) : finite_values(keys, range);
+  }
+  bool finite_latents(const Keys& keys, Range range) const {
+    constexpr int64_t e = E::STEP;
+    uint32_t some = 0;  // of any channel's exponent, whether all its bits are set
+    for (int64_t key = range.lo; key < range.hi; ++key) {
+      if (!keys.v[key / TILE]) continue;
+      for (int64_t i = 0; i < vectors; ++i) {
+        const uint32_t* unit = (const uint32_t*)(keys.v[key / TILE] + key % TILE / e * 64 + i * TURNED);
+        for (int j = 0; j < LANES; ++j) {
+          const uint32_t x = e == 2 && key % 2 == 0 ? unit[j] << 16 : unit[j];
+          some |= uint32_t((x & 0x7f800000u) == 0x7f800000u);
+        }
+      }
+    }
+    return !some;
+  }
+  bool finite_values(const Keys& keys, Range range) const {
     constexpr int64_t e = E::STEP;
     for (int64_t key = range.lo; key < range.hi; ++key) {
       if (!keys.v[key / TILE]) continue;
@@ -200,9 +263,14 @@ template <class E> struct Attention {
     }
   };
 
-  // One split for R rows: partial results in part[] and values[]. part.m is -inf where a row sees nothing of it.
-  // `next`: the split that follows for this thread; null when nothing has to be fetched, since earlier rows did.
-  template <int R> void split(const Keys& keys, const Keys* next, const uint8_t* q, int64_t s, const int64_t* positions, Partial* part) {
+  struct LatentScores : Scores {
+    Ahead& next;
+    KV_INLINE void ahead() const { next.line(); }
+  };
+
+  // One split for R rows: partial results in part[] and result[]. part.m is -inf where a row sees nothing of it.
+  // `soon`: the split that follows for this thread; null when nothing has to be fetched, since earlier rows did.
+  template <int R> void split(const Keys& keys, const Keys* soon, const uint8_t* q, int64_t s, const int64_t* positions, Partial* part) {
     View view[R];
     Range all{SPLIT, 0};
     bool alike = true;
@@ -222,20 +290,35 @@ template <class E> struct Attention {
     if (all.lo >= all.hi) return;
     const int64_t t0 = all.lo / TILE, t1 = (all.hi + TILE - 1) / TILE;
     Scores sink{scores};
-    auto tiles = [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; };
-    if (next) sweep<E, Packed<R>, R, true>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, tiles, sink, k_part);  // the values
-    else sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, tiles, sink);
+    auto columns = [&](int64_t t) { return keys.k[t] ? keys.k[t] : zeros; };
+    if (latent && done) {  // the first rows of a pass wait for their own keys
+      LatentScores later{sink, next};
+      sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, later);
+    } else if (soon) {
+      sweep<E, Packed<R>, R, true>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, sink, k_part);  // the values
+    } else {
+      sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, sink);
+    }
     for (int r = 0; r < R; ++r) part[r] = softmax(r, view[r], t0, t1);
+    if (latent) turn(keys, t0, t1);
     bool fresh = true;
     if (alike) {
-      for (int i = 0; i < view[0].count; ++i) gather<R>(keys, 0, view[0].part[i], fresh, next);
+      for (int i = 0; i < view[0].count; ++i) gather<R>(keys, 0, view[0].part[i], fresh, soon);
     } else if (finite(keys, all)) {
-      gather<R>(keys, 0, all, fresh, next);  // probabilities of unseen keys are exactly 0, and so is 0 times a finite value
+      gather<R>(keys, 0, all, fresh, soon);  // probabilities of unseen keys are exactly 0, and so is 0 times a finite value
     } else {
       for (int r = 0; r < R; ++r) {
         fresh = true;
         for (int i = 0; i < view[r].count; ++i) gather<1>(keys, r, view[r].part[i], fresh);
       }
+    }
+  }
+
+  void turn(const Keys& keys, int64_t t0, int64_t t1) {
+    for (int64_t t = t0; t < t1; ++t) {
+      if (done >> t & 1 || !keys.k[t]) continue;
+      turn_tile<E>(keys.k[t], dv, turned + t * v_tile, TURNED);
+      done |= uint32_t(1) << t;
     }
   }
 

@@ -74,6 +74,7 @@ KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, 
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) acc[r][j] = sink.first(r, v + j);
   for (int64_t k = 0; k < steps; ++k) {
+    if constexpr (requires { sink.ahead(); }) sink.ahead();
     typename E::B x[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) x[j] = E::load(b[j] + k * stride);

@@ -33,6 +33,38 @@ GRANITE = {
     "logits_scaling": 2.5,
 }
 
+# The first range ends inside the tests' texts, and both factors differ from 1 and from each other.
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.3,
+    "mscale_all_dim": 0.6,
+}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MLA: dict[str, Any] = {
+    **{**COMMON, "num_attention_heads": 4, "num_key_value_heads": 4},
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    **ENDS,
+}
+DEEPSEEK: dict[str, Any] = {
+    **MLA,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": YARN,
+}
+EXPERTS: dict[str, Any] = {**WIDE, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: hf.MistralConfig(**COMMON, sliding_window=None),
     "mistral window": lambda: hf.MistralConfig(**COMMON, sliding_window=40),
@@ -100,6 +132,54 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         eos_token_id=2,
     ),
     "falcon in turn": lambda: hf.FalconConfig(**FALCON, parallel_attn=False, bias=True, bos_token_id=1, eos_token_id=2),
+    "qwen2 yarn": lambda: hf.Qwen2Config(**COMMON, rope_parameters=YARN),
+    "mistral yarn": lambda: hf.MistralConfig(
+        **COMMON,
+        sliding_window=None,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 8.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+        },
+    ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**{**DEEPSEEK, "q_lora_rank": None}, n_shared_experts=2),
+    "deepseek_v2 groups": lambda: hf.DeepseekV2Config(
+        **DEEPSEEK, n_shared_experts=2, topk_method="group_limited_greedy", n_group=4, topk_group=2
+    ),
+    "deepseek_v2 dense": lambda: hf.DeepseekV2Config(
+        **{**DEEPSEEK, "first_k_dense_replace": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        attention_bias=True,
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**DEEPSEEK, n_shared_experts=1, n_group=4, topk_group=2),
+    "deepseek_v3 halves": lambda: hf.DeepseekV3Config(
+        **{**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0},
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        attention_bias=True,
+    ),
+    "minicpm3": lambda: hf.MiniCPM3Config(
+        **MLA,
+        scale_emb=3,
+        scale_depth=1.4,
+        dim_model_base=32,
+        rope_parameters={**LONGROPE, "factor": 4.0, "original_max_position_embeddings": 128},
+    ),
+    "minicpm3 plain": lambda: hf.MiniCPM3Config(
+        **{**MLA, "q_lora_rank": None, "num_hidden_layers": 2}, scale_emb=1, tie_word_embeddings=False
+    ),
+    "mixtral": lambda: hf.MixtralConfig(**COMMON, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**EXPERTS, norm_topk_prob=True),
+    "qwen3_moe in turn": lambda: hf.Qwen3MoeConfig(
+        **{**EXPERTS, "num_hidden_layers": 5}, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False
+    ),
+    "olmoe": lambda: hf.OlmoeConfig(**COMMON, num_experts=8, num_experts_per_tok=3, **ENDS),
 }
 # What no GGUF file says (a query scalar, which layers do not rotate), or what llama.cpp has no name for.
 ABSENT = (
@@ -111,7 +191,9 @@ ABSENT = (
     "phi3 window",
     "falcon in turn",
 )
-IN_GGUF = [kind for kind in CONFIGS if kind not in ABSENT]
+# What is not read from GGUF files: YaRN, latents, experts.
+_NOT_READ = ("qwen2 yarn", "mistral yarn", "deepseek", "minicpm3", "mixtral", "qwen3_moe", "olmoe")
+IN_GGUF = [kind for kind in CONFIGS if kind not in ABSENT and not kind.startswith(_NOT_READ)]
 _CENTRED_ON_ZERO = ("gemma",)  # families whose norms store w - 1
 
 
@@ -126,4 +208,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
             parameter.copy_(float(ones) + 0.3 * torch.randn_like(parameter))
         else:
             parameter.normal_(std=2 / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)  # of the size of what sigmoid scores differ by
     return model

@@ -11,8 +11,21 @@ from torch import Tensor
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.kernels.native import NativeBackend, variants
 from kvist.kernels.ops import Backend, NormWeight
-from kvist.model.weights import LayerWeights, ModelWeights
-from kvist.spec.model import Attention, FeedForward, LayerSpec, ModelSpec, Norm, Rope
+from kvist.model.buffers import first_width
+from kvist.model.weights import ExpertWeights, LatentWeights, LayerWeights, ModelWeights, inner_width
+from kvist.spec.model import (
+    Attention,
+    FeedForward,
+    LatentAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+    Norm,
+    Rope,
+    RopeScaling,
+    Yarn,
+)
+from kvist.spec.rope import score_factor
 from kvist.verify.course import Subject
 
 VOCAB, HIDDEN = 97, 48
@@ -42,8 +55,12 @@ class Kind:
     shared_norm: bool = False
     learned: bool = False
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of the embedding, the residual, the logits
+    latent: tuple[int, int, int, int, int | None] | None = None  # C, nope, R, Dv, rank of the queries' own latent
+    scaling: RopeScaling | None = None
+    experts: MixtureOfExperts | None = None  # on all layers but the first
 
 
+YARN = Yarn(factor=4.0, original_max_position=64, mscale=1.3, mscale_all_dim=0.6)
 KINDS = {
     "grouped": Kind(),
     "multi-head": Kind(kv_heads=4),
@@ -65,7 +82,27 @@ KINDS = {
     ),
     "multipliers": Kind(scales=(3.0, 0.4, 0.3), windows=(None, None)),
     "windows behind sinks": Kind(windows=(40, 140), sinks=5),
+    "latents": Kind(latent=(24, 10, 8, 12, None)),
+    "latents of queries too, YaRN": Kind(heads=7, latent=(32, 6, 4, 10, 18), scaling=YARN, bias=True),
+    "experts in groups": Kind(
+        experts=MixtureOfExperts(8, 3, 20, "silu", 24, "softmax", groups=4, top_groups=2, scale=1.5), windows=(None, 90)
+    ),
+    "latents and experts": Kind(
+        heads=16,
+        latent=(16, 8, 8, 8, 20),
+        scaling=YARN,
+        experts=MixtureOfExperts(12, 4, 16, "silu", 20, "sigmoid", 3, 2, "top2", True, True, 2.5),
+    ),
 }
+
+
+def latent_of(kind: Kind) -> LatentAttention:
+    """The latent attention of all layers of ``kind``."""
+    assert kind.latent is not None
+    rank, nope, rotary, value, q_rank = kind.latent
+    rope = Rope(10000.0, rotary, kind.scaling)
+    scale = score_factor(rope) * (nope + rotary) ** -0.5
+    return LatentAttention(kind.heads, q_rank, rank, nope, rotary, value, scale, rope, kind.bias)
 
 
 def spec_of(kind: Kind) -> ModelSpec:
@@ -74,7 +111,9 @@ def spec_of(kind: Kind) -> ModelSpec:
     norm = Norm(kind.norm, 1e-5, bias=kind.norm == "layer")
     layers = tuple(
         LayerSpec(
-            attention=Attention(
+            attention=latent_of(kind)
+            if kind.latent
+            else Attention(
                 num_heads=kind.heads,
                 num_kv_heads=kind.kv_heads,
                 head_dim=kind.head_dim,
@@ -89,7 +128,9 @@ def spec_of(kind: Kind) -> ModelSpec:
                 softcap=kind.softcap,
                 sinks=kind.sinks if window else 0,
             ),
-            feed_forward=FeedForward(80, kind.activation, kind.bias, kind.gated),
+            feed_forward=kind.experts
+            if kind.experts and index
+            else FeedForward(80, kind.activation, kind.bias, kind.gated),
             norm=norm,
             post_norms=kind.post_norms,
             pre_norms=kind.pre_norms,
@@ -97,7 +138,7 @@ def spec_of(kind: Kind) -> ModelSpec:
             shared_norm=kind.shared_norm,
             residual_scale=kind.scales[1],
         )
-        for window in kind.windows
+        for index, window in enumerate(kind.windows)
     )
     return ModelSpec(
         architecture="random",
@@ -140,28 +181,53 @@ def subject_of(kind: Kind, dtype: DType, backend: Backend, name: str = "random")
             return NormWeight(weight, 1e-5)
         return NormWeight(weight, 1e-5, 0.3 * torch.randn(width, generator=draw), centred=True)
 
+    def latent(a: LatentAttention) -> LatentWeights:
+        queries = a.num_heads * a.qk_head_dim
+        return LatentWeights(
+            q_b=None if a.q_lora_rank is None else matrix(queries, a.q_lora_rank),
+            w_uk=tuple(matrix(a.kv_lora_rank, a.qk_nope_head_dim) for _ in range(a.num_heads)),
+            w_uv=tuple(matrix(a.v_head_dim, a.kv_lora_rank) for _ in range(a.num_heads)),
+        )
+
+    def experts(m: MixtureOfExperts) -> ExpertWeights:
+        router = backend.weight(m.num_experts, HIDDEN, FLOAT32)
+        router.fill(0, 2 * values(m.num_experts, HIDDEN))
+        return ExpertWeights(
+            router=router,
+            bias=0.3 * torch.randn(m.num_experts, generator=draw) if m.correction_bias else None,
+            gate_up=tuple(matrix(2 * m.intermediate_size, HIDDEN, glu=True) for _ in range(m.num_experts)),
+            down=tuple(matrix(HIDDEN, m.intermediate_size) for _ in range(m.num_experts)),
+        )
+
     def layer(spec_layer: LayerSpec) -> LayerWeights:
-        a, ffn = spec_layer.attention, spec_layer.feed_forward.intermediate_size
-        assert isinstance(a, Attention)
-        gated, heads = spec_layer.feed_forward.gated, (a.num_heads, a.num_kv_heads) if kind.whole_qk_norm else (1, 1)
+        a, feed = spec_layer.attention, spec_layer.feed_forward
+        ffn, gated = inner_width(feed)
+        plain = isinstance(a, Attention)
+        heads = (a.num_heads, a.num_kv_heads) if plain and kind.whole_qk_norm else (1, 1)
         first = norm(HIDDEN, kind.norm) if kind.pre_norms else None
         second = first if kind.shared_norm or not kind.pre_norms else norm(HIDDEN, kind.norm)
-        qkv = (a.num_heads + a.num_kv_heads) * a.head_dim + a.num_kv_heads * a.v_head_dim
+        if isinstance(a, Attention):
+            q_norm, k_norm = (norm(n * a.head_dim) if a.qk_norm else None for n in heads)
+        else:
+            q_norm, k_norm = None if a.q_lora_rank is None else norm(a.q_lora_rank), norm(a.kv_lora_rank)
+        qkv, bias = first_width(a), kind.bias and not isinstance(feed, MixtureOfExperts)
         return LayerWeights(
             input_norm=first,
             qkv=matrix(qkv, HIDDEN),
             qkv_bias=values(qkv) if kind.bias else None,
-            q_norm=norm(heads[0] * a.head_dim) if a.qk_norm else None,
-            k_norm=norm(heads[1] * a.head_dim) if a.qk_norm else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
             o=matrix(HIDDEN, a.num_heads * a.v_head_dim),
             o_bias=values(HIDDEN) if kind.bias else None,
             post_attention_norm=norm(HIDDEN) if kind.post_norms else None,
             pre_ffn_norm=second,
             gate_up=matrix(2 * ffn if gated else ffn, HIDDEN, glu=gated),
-            gate_up_bias=values(2 * ffn if gated else ffn) if kind.bias else None,
+            gate_up_bias=values(2 * ffn if gated else ffn) if bias else None,
             down=matrix(HIDDEN, ffn),
-            down_bias=values(HIDDEN) if kind.bias else None,
+            down_bias=values(HIDDEN) if bias else None,
             post_ffn_norm=norm(HIDDEN) if kind.post_norms else None,
+            latent=latent(a) if isinstance(a, LatentAttention) else None,
+            experts=experts(feed) if isinstance(feed, MixtureOfExperts) else None,
         )
 
     embed = matrix(VOCAB, HIDDEN)

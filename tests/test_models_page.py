@@ -27,5 +27,5 @@ def test_a_stale_page_is_noticed(tmp_path: Path) -> None:
     tool = importlib.util.module_from_spec(found)
     found.loader.exec_module(tool)
     text = tool.page()
-    assert "| qwen2 | qwen2 | qwen2 |" in text and "- mixtral:" in text
+    assert "| qwen2 | qwen2 | qwen2 |" in text and "- phimoe:" in text
     assert tool.PAGE.read_text(encoding="utf-8") == text

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kvist.spec.facts import DecoderFacts, Family
+from kvist.spec.facts import DecoderFacts, ExpertFacts, Family
 from kvist.spec.families import FAMILIES
 from kvist.spec.rules import CacheRule, Every, Periodic, Windowed
 
@@ -42,9 +42,10 @@ field's name. A model is named by a folder, a `.gguf` file (whole or in parts), 
 AFTER = """
 *Compared* counts small random models that `transformers` made and saved (every tensor random, biases and norms moved
 away from 0 and 1): float32 logits of kvist and of `transformers` agree within 1e-4, relative, at each of 300 positions,
-on the native and on the reference kernels, past windows, splits of 128 keys and LongRoPE's first range; in pieces of
-any size they are equal in every bit. The float64 judge of `kvist verify` is held against the same models, and where a
-GGUF file can say it all, the same model written as GGUF too (in the table: + GGUF), by a converter of the tests' own.
+on the native and on the reference kernels, past windows, splits of 128 keys and the first range of LongRoPE and YaRN;
+in pieces of any size they are equal in every bit. The float64 judge of `kvist verify` is held against the same models,
+and where a GGUF file can say it all, the same model written as GGUF too (in the table: + GGUF), by a converter of the
+tests' own.
 Of real weights only the two that come as packages were run here: SmolLM2 135M (llama) and Gemma 3 270M. The others were
 too large for, or out of reach of, the machine that this was built on: nothing is claimed of their text.
 
@@ -59,8 +60,15 @@ windows and LongRoPE's first range are crossed where it says so. `make test-full
 A soft cap where the family has none (`attn_logit_softcapping` in a Gemma 3 or Llama config) is refused: other programs
 ignore the field, so a checkpoint cannot have been trained with it. Set it to null to run the model as they do.
 
-What else is refused by name: checkpoints quantised in safetensors (GPTQ, AWQ, FP8, MXFP4, bitsandbytes, ...), ALiBi,
-mixtures of experts, encoders, YaRN and dynamic NTK scaling, and anything that reads beyond the causal mask.
+What else is refused by name: checkpoints quantised in safetensors (GPTQ, AWQ, MXFP4, bitsandbytes, ...), ALiBi, experts
+of other families than those above, encoders, dynamic NTK scaling, and anything that reads beyond the causal mask.
+Float8 matrices with a factor for each block (`weight_scale_inv`, DeepSeek-V3's form) are unpacked when they are loaded;
+float8 of another form is refused. Latents and experts are read from safetensors only: GGUF files that hold them are
+refused.
+
+YaRN serves every family whose config asks for it. Its two factors (`mscale`, `mscale_all_dim`) are taken both or none,
+since implementations disagree about one without the other; DeepSeek's softmax scale takes the square of the second.
+A factor that is wrong cannot be seen at position 0, so comparisons reach past the first range.
 
 LongRoPE (Phi-3's long variants) has two lists of factors. Elsewhere the list changes when a text outgrows the first
 range, which changes keys that are stored already. Here it is fixed when the model is loaded, from `--ctx-size`, and
@@ -118,6 +126,8 @@ def _row(family: Family, facts: DecoderFacts) -> str:
 
 
 def _leaves(rule: CacheRule, facts: DecoderFacts) -> str:
+    if facts.latent is not None:
+        return "one latent and one rotated key for all heads ([latent.md](latent.md))"
     heads = "a key and a value per kv head"
     if rule.one_kv_head is not None:
         heads += " (one kv head unless the config says otherwise)"
@@ -158,13 +168,29 @@ def _features(facts: DecoderFacts) -> list[str]:
         found.append("another rotation base under windows")
     if facts.scaled_embedding:
         found.append("scaled embedding")
-    if facts.multipliers:
+    if facts.multipliers == "granite":
         found.append("multipliers on embedding, attention, residual and logits")
+    if facts.multipliers == "depth":
+        found.append("multipliers on embedding, residual and logits")
+    if facts.latent is not None:
+        found.append("queries with a latent of their own where the config sets one")
+    if facts.experts is not None:
+        found.append(_experts(facts.experts))
     if facts.attn_softcap:
         found.append("soft caps on scores and logits")
     if facts.qkv_bias is True:
         found.append("biases on q, k and v")
     return found
+
+
+def _experts(facts: ExpertFacts) -> str:
+    groups = [score for score in facts.methods.values() if score is not None]
+    words = f"experts chosen by {facts.scoring}"
+    if groups:
+        words += f", {'' if None not in facts.methods.values() else 'perhaps '}within the best groups"
+    if facts.correction_bias:
+        words += ", with a bias for the choice only"
+    return words + (" and shared ones beside them" if facts.shared else "")
 
 
 def _compared(family: Family) -> str:

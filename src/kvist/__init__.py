@@ -1,8 +1,8 @@
 """kvist: KV caches you can size, prove and reuse.
 
 ``load`` makes an engine of a model; ``LayerCache`` is the cache of one layer alone; ``plan`` says what a cache costs;
-``latent`` holds the functions of multi-head latent attention. Names are imported when first used: ``import kvist``
-itself costs no torch.
+``latent`` holds the functions of multi-head latent attention, and fits latents to a model that has none. Names are
+imported when first used: ``import kvist`` itself costs no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvist.base.errors import KvistError
     from kvist.compose import LLM, Completion, Stream, load
     from kvist.engine.request import Sampling
-    from kvist.kernels import latent
     from kvist.layer import LayerCache
+    from kvist.learn import latents as latent
     from kvist.plan.plan import plan
 
     __version__: str
@@ -45,7 +45,7 @@ _HOMES = {
     "load": "kvist.compose",
 }
 # Whole modules. ``plan`` can be called: it and its verb have one name.
-_MODULES = {"errors": "kvist.base.errors", "latent": "kvist.kernels.latent", "plan": "kvist.plan"}
+_MODULES = {"errors": "kvist.base.errors", "latent": "kvist.learn.latents", "plan": "kvist.plan"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from kvist.cache.addressing import SPLIT, Addressing, Contiguous, Paged, Ring
 from kvist.cache.encoding import PLAIN, elements_per_pair
 from kvist.cache.layout import Group, Layout
 from kvist.cache.pool import Pool
-from kvist.cache.rows import KeyValue
+from kvist.cache.rows import KeyValue, Latent
 from kvist.cache.table import Table
 from kvist.kernels.blockformat import k_tiles, read_k, read_v, v_tiles, write_kv
 from kvist.kernels.ops import TILE, Attend, Backend, LayerStore, Step
@@ -38,6 +38,11 @@ class LayerCache:
 
     ``window``: a query sees that many of the newest keys, its own included; older blocks are given back. With a window
     or a ring at most ``chunk`` tokens can be appended at once, since each still has to see the window before it.
+
+    ``value_in_key``: multi-head latent attention. A token leaves one row [c_KV, k_R] for all heads, ``head_dim`` wide,
+    and its value is the first ``v_head_dim`` (kv_lora_rank) elements of it, as in
+    ``LayerCache(1, 576, 512, value_in_key=True)``. ``append`` and ``store_k`` write it whole. Queries are absorbed
+    ones, whose scale must be given.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class LayerCache:
         head_dim: int,
         v_head_dim: int | None = None,
         *,
+        value_in_key: bool = False,
         dtype: str = "float32",
         capacity: int = 4096,
         addressing: Literal["paged", "contiguous", "ring"] = "paged",
@@ -57,7 +63,12 @@ class LayerCache:
         poison: bool = False,
     ) -> None:
         """Allocate everything at once. UsageError or LayoutMismatch for what cannot be; ``poison`` is for tests."""
-        rows = KeyValue(num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        if value_in_key and num_kv_heads != 1:
+            raise UsageError(f"a latent row is one key for all heads, not {num_kv_heads}: use num_kv_heads=1")
+        rows: KeyValue | Latent = KeyValue(num_kv_heads, head_dim, v_head_dim)
+        if value_in_key:
+            rows = Latent(v_head_dim, head_dim - v_head_dim)
         if capacity <= 0 or chunk <= 0:
             raise UsageError(
                 f"a cache of {capacity} rows filled in chunks of {chunk} cannot be: both must be 1 or more"
@@ -79,7 +90,14 @@ class LayerCache:
         self._pool = Pool((group,), (group.blocks_for(capacity, chunk),), poison=poison)
         self._table = Table((group,), self._pool.blocks)
         self._store = LayerStore(
-            self._pool.data(0), group.layout.dtype, group.block_size, num_kv_heads, head_dim, rows.v_head_dim, group=0
+            self._pool.data(0),
+            group.layout.dtype,
+            group.block_size,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            0,
+            value_in_key,
         )
         self._next_k, self._next_v = [0] * num_kv_heads, [0] * num_kv_heads
         self._backend = backend
@@ -124,10 +142,14 @@ class LayerCache:
         cell = k_tiles(self._store)[block, head, slot // TILE, :, slot % TILE, :]
         cell.copy_(k.view(cell.shape))
         self._next_k[head] += 1
+        if self._store.value_in_key:
+            self._next_v[head] += 1
         self._commit()
 
     def store_v(self, head: int, pos: int, v: Tensor) -> None:
         """Write the value ``[Dv]`` of kv head ``head`` at ``pos``; CacheError when that is not its next position."""
+        if self._store.value_in_key:
+            raise CacheError(f"the value at position {pos} is part of its key: store_k has written both")
         block, slot = self._cell(self._next_v, "value", head, pos, v, self._store.v_head_dim)
         tile, lane = divmod(slot, TILE)
         pair = elements_per_pair(self._store.dtype)
@@ -135,13 +157,19 @@ class LayerCache:
         self._next_v[head] += 1
         self._commit()
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Write the next T tokens of all heads: k ``[T, G, D]`` and v ``[T, G, Dv]``, each element rounded once."""
+    def append(self, k: Tensor, v: Tensor | None = None) -> None:
+        """Write the next T tokens of all heads: k ``[T, G, D]`` and v ``[T, G, Dv]``, each element rounded once.
+
+        ``v`` is left out when values lie in the keys.
+        """
         store = self._store
         if k.dim() != 3 or k.shape[1:] != (store.num_kv_heads, store.head_dim):
             raise UsageError(f"keys {list(k.shape)} are not [T, {store.num_kv_heads}, {store.head_dim}]")
-        if tuple(v.shape) != (k.shape[0], store.num_kv_heads, store.v_head_dim):
-            raise UsageError(f"values {list(v.shape)} are not [{k.shape[0]}, {store.num_kv_heads}, {store.v_head_dim}]")
+        expected = None if store.value_in_key else (k.shape[0], store.num_kv_heads, store.v_head_dim)
+        found = None if v is None else tuple(v.shape)
+        if found != expected:
+            wanted = "left out: they lie in the keys" if expected is None else list(expected)
+            raise UsageError(f"values {'left out' if found is None else list(found)} are not {wanted}")
         seen = self.seen
         if max(*self._next_k, *self._next_v) > seen:
             raise CacheError(f"position {seen} is half written: store its missing keys and values before appending")
@@ -165,7 +193,8 @@ class LayerCache:
         Rows in a view do not change while they are resident.
         """
         self._check_head(head)
-        if self._store.data.shape[0] == 1 and self._store.dtype != BFLOAT16 and self.start == 0:
+        single = self._store.data.shape[0] == 1 and not self._store.value_in_key
+        if single and self._store.dtype != BFLOAT16 and self.start == 0:
             return v_tiles(self._store)[0, head].view(-1, self._store.v_head_dim)[: self.seen].T
         spans = [read_v(self._store, self._row(), first, stop)[:, head] for first, stop in self._spans()]
         return torch.cat(spans).T
@@ -174,7 +203,8 @@ class LayerCache:
         """Attention of the newest T tokens: q ``[T, H, D]`` to float32 ``[T, H, Dv]``; of the newest: ``[H, D]``.
 
         Query t stands at position seen - T + t and sees every key up to its own (in a window or ring: those that
-        remain). ``scale`` is 1 / sqrt(D) unless given. Query head h reads kv head h // (H / G).
+        remain). Query head h reads kv head h // (H / G). ``scale`` is 1 / sqrt(D) unless given; over latent rows it
+        must be (UsageError), since D there is not the width of a head's key.
         NotResident when the oldest query would see a key that was given back.
         """
         if q.dim() == 2:
@@ -192,6 +222,8 @@ class LayerCache:
                 f"the query at position {first} would see keys from {oldest} on, but everything before "
                 f"{self._table.start(0)} was given back: attend to at most the newest chunk"
             )
+        if store.value_in_key and scale is None:
+            raise UsageError("give the scale of the expanded key, 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim)")
         factor = 1 / math.sqrt(store.head_dim) if scale is None else scale
         scaled = (q.float() * factor).to(torch.bfloat16 if store.dtype == BFLOAT16 else torch.float32).contiguous()
         out = torch.empty(tokens, heads * store.v_head_dim)

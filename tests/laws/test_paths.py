@@ -28,7 +28,8 @@ def test_every_path_gives_the_same_bits(kind: str, dtype: DType, variant: str) -
     laws = Laws(model, random_tokens(LENGTH))
     rows = [laws.check(path) for path in paths(model.spec, LENGTH, full=False)]
     assert [row for row in rows if not row.holds] == []
-    assert {row.name for row in rows} >= {"path independence", "cached = recomputed", "ring = its mask"}
+    usual = {"path independence", "cached = recomputed"}
+    assert {row.name for row in rows} == usual | (set() if KINDS[kind].latent else {"ring = its mask"})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

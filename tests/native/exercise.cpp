@@ -63,14 +63,18 @@ static void run_team(const Kernels& kernels, const std::vector<Op>& ops, const S
   Scratch common;
   uint8_t* memory = common.at(need);
   std::vector<Scratch> own{size_t(threads)};
-  std::vector<Phase> phases(ops.size() * PHASES);
+  size_t count = 0;
+  for (const Op& op : ops) count += size_t(phases_of(op));
+  std::vector<Phase> phases(count);
   std::vector<std::thread> members;
   for (int rank = 0; rank < threads; ++rank)
     members.emplace_back([&, rank] {
       Team team{phases.data(), &own[plant == "race" ? 0 : size_t(rank)], memory};
-      for (size_t i = 0; i < ops.size(); ++i) {
-        team.phase = &phases[i * PHASES];
-        kernels.exec(ops[i], step, team);
+      Phase* phase = phases.data();
+      for (const Op& op : ops) {
+        team.phase = phase;
+        phase += phases_of(op);
+        kernels.exec(op, step, team);
       }
     });
   for (std::thread& member : members) member.join();
@@ -246,6 +250,102 @@ static void layer(const Kernels& kernels, const Shape& s) {
   if (found[0] != found[1]) { std::fprintf(stderr, "%s: 1 and 3 threads differ\n", kernels.name); std::exit(3); }
 }
 
+// A layer of latent attention and one of routed experts. A second step finds the first one's rows behind a shared prefix.
+static void latents(const Kernels& kernels, Type kv, Type act, int heads, int64_t rank, int64_t rope, int block_size, int experts, int first) {
+  const int64_t nope = 6, value = 5, hidden = 34, ffn = 18, k_count = 3, d = rank + rope, size = block_size;
+  const size_t q_bytes = kv == Type::bf16 ? 2 : 4;
+  const std::vector<std::vector<int32_t>> steps = {{first, 0, 3}, {1, 1, 1}, {2, 1, 0}};
+  const int64_t requests = 3, columns = 2200 / size + 1, blocks = requests * columns, block_bytes = size * d * int64_t(type_bytes(kv));
+  std::vector<int32_t> table(static_cast<size_t>(blocks));
+  for (int64_t i = 0; i < blocks; ++i) table[size_t(i)] = int32_t(blocks - 1 - i);
+  std::vector<Matrix> uk, uv, up, down;
+  for (int h = 0; h < heads; ++h) { uk.emplace_back(kernels, rank, nope, act, false); uv.emplace_back(kernels, value, rank, Type::f32, false); }
+  for (int e = 0; e < experts; ++e) { up.emplace_back(kernels, 2 * ffn, hidden, act, true); down.emplace_back(kernels, hidden, ffn, act, false); }
+  auto group = [](const std::vector<Matrix>& all) {
+    auto list = std::make_shared<std::vector<const void*>>();
+    for (const Matrix& m : all) list->push_back(m.weight.data);
+    return std::shared_ptr<const std::vector<const void*>>(list);
+  };
+  Bytes norm = floats(std::max(rank, hidden), 0.2f, 1), bias = floats(experts, 0.1f), cos = floats(2200 * rope / 2), sin = floats(2200 * rope / 2);
+  std::vector<std::vector<uint8_t>> found;
+  for (int threads : {1, 3}) {
+    draw.state = 7;
+    Bytes pool(size_t(blocks * block_bytes), 0x3c);  // small numbers: the first request begins behind 2060 rows of them
+    std::vector<uint8_t> kept;
+    std::vector<int64_t> written{2060, 0, 0};
+    for (size_t at = 0; at < steps.size(); ++at) {
+      std::vector<int32_t> positions, starts{0}, now = table;
+      for (int64_t b = 0; b < requests; ++b) {
+        if (at && b == 1) {  // as many of the first request's blocks as are whole, then its own
+          const int64_t shared = 2000 / size;
+          if (at == 1) written[1] = shared * size;
+          for (int64_t i = 0; i < shared; ++i) now[size_t(columns + i)] = now[size_t(i)];
+        }
+        for (int32_t i = 0; i < steps[at][size_t(b)]; ++i) positions.push_back(int32_t(written[size_t(b)] + i));
+        starts.push_back(int32_t(positions.size()));
+        written[size_t(b)] += steps[at][size_t(b)];
+      }
+      const int64_t t = int64_t(positions.size());
+      Bytes positions_ = integers(positions), starts_ = integers(starts), now_ = integers(now);
+      Table list;
+      list.data = now_.as<int32_t>(); list.width = columns;
+      find_leaders(list, requests);
+      Step step;
+      step.positions = positions_.as<int32_t>(); step.starts = starts_.as<int32_t>(); step.num_tokens = t; step.num_requests = requests; step.tables = &list;
+      Store store;
+      store.data = pool.data.get(); store.num_blocks = blocks; store.block_bytes = block_bytes; store.block_size = block_size;
+      store.kv_heads = 1; store.head_dim = int32_t(d); store.v_head_dim = int32_t(rank); store.type = kv; store.value_in_key = true;
+      Bytes q = floats(t * heads * (nope + rope)), rows = floats(t * d), absorbed(size_t(t * heads * rank) * 4), wide(size_t(t * heads * d) * q_bytes);
+      Bytes seen(size_t(t * heads * rank) * 4), out(size_t(t * heads * value) * 4);
+      Bytes x = floats(t * hidden), scores = floats(t * experts), ids(size_t(t * k_count) * 4), gates(size_t(t * k_count) * 4);
+      Bytes gated(size_t(t * k_count * ffn) * type_bytes(act)), answers(size_t(t * k_count * hidden) * 4);
+      std::vector<Op> ops;
+      auto grouped = [&](const std::vector<Matrix>& all, const Bytes& source, int64_t stride, int64_t slot, Bytes& to, int64_t to_stride, int64_t slots) -> Op& {
+        Op op;
+        op.kind = OpKind::grouped; op.weight = all[0].weight; op.weight.data = nullptr; op.group = group(all); op.slots = slots;
+        op.source = source.data.get(); op.source_stride = stride; op.slot_stride = slot; op.out = to.data.get(); op.out_stride = to_stride;
+        ops.push_back(op);
+        return ops.back();
+      };
+      grouped(uk, q, heads * (nope + rope), nope + rope, absorbed, heads * rank, heads);
+      Op op;
+      op.kind = OpKind::append_latent; op.store = store; op.source = q.data.get(); op.source_stride = heads * (nope + rope); op.nope = nope;
+      op.absorbed = absorbed.as<float>(); op.absorbed_stride = heads * rank; op.latents = rows.as<float>(); op.latents_stride = d;
+      op.out = wide.data.get(); op.out_stride = heads * d; op.num_heads = heads; op.scale = 0.3f; op.rotary = int32_t(rope);
+      op.cos = cos.as<float>(); op.sin = sin.as<float>(); op.rope_rows = 2200; op.norm = norm.as<float>(); op.eps = 1e-6f;
+      ops.push_back(op);
+      op = Op();
+      op.kind = OpKind::attend; op.store = store; op.source = wide.data.get(); op.source_stride = heads * d; op.out = seen.data.get();
+      op.out_stride = heads * rank; op.num_heads = heads;
+      ops.push_back(op);
+      grouped(uv, seen, heads * rank, rank, out, heads * value, heads);
+      op = Op();
+      op.kind = OpKind::route; op.source = scores.data.get(); op.source_stride = experts; op.weight.n = experts; op.ids = ids.as<int32_t>();
+      op.ids_stride = k_count; op.gates = gates.as<float>(); op.gates_stride = k_count; op.slots = k_count; op.sigmoid = op.top2 = op.normalise = true;
+      op.groups = 2; op.top_groups = 1; op.bias = bias.as<float>();
+      ops.push_back(op);
+      for (int half = 0; half < 2; ++half) {
+        Op& e = half ? grouped(down, gated, k_count * ffn, ffn, answers, k_count * hidden, k_count) : grouped(up, x, hidden, 0, gated, k_count * ffn, k_count);
+        e.ids = ids.as<int32_t>(); e.ids_stride = k_count;
+        if (half) { e.source_type = act; continue; }
+        e.epilogue = Epilogue::glu; e.act = act; e.norm = norm.as<float>(); e.eps = 1e-5f;
+      }
+      op = Op();
+      op.kind = OpKind::combine; op.source = answers.data.get(); op.source_stride = k_count * hidden; op.gates = gates.as<float>(); op.gates_stride = k_count;
+      op.out = x.data.get(); op.out_stride = hidden; op.weight.k = hidden; op.slots = k_count;
+      ops.push_back(op);
+      run(kernels, ops, step, threads);
+      for (const Bytes* b : {&out, &x}) {
+        for (size_t i = 0; i < b->size / 4; ++i)
+          if (!(b->as<float>()[i] - b->as<float>()[i] == 0)) { std::fprintf(stderr, "%s: a latent's answer is not finite\n", kernels.name); std::exit(3); }
+        kept.insert(kept.end(), b->data.get(), b->data.get() + b->size);
+      }
+    }
+    found.push_back(kept);
+  }
+  if (found[0] != found[1]) { std::fprintf(stderr, "%s: 1 and 3 threads differ over latents\n", kernels.name); std::exit(3); }
+}
+
 // Rows of every GGUF type, as a file holds them, unpacked and packed.
 static void unpacked(const Kernels& kernels) {
   for (int type : {0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30}) {
@@ -281,6 +381,8 @@ int main(int count, char** arguments) {
             {kv, act, 4, 2, 16, pairs ? 7 : 6, 16, 50, 0, 0, false, false, true, false},
         };
         for (const Shape& shape : shapes) { layer(*kernels, shape); ++layers; }
+        latents(*kernels, kv, act, 6, pairs ? 24 : 23, 8, 16, 8, 60);
+        if (act == Type::f32) latents(*kernels, kv, act, 20, 520, 8, 256, 6, 2);  // in two waves
       }
     std::printf("%s: all operations, %d layers so far\n", kernels->name, layers);
     std::fflush(stdout);

@@ -256,3 +256,47 @@ def test_a_scale_of_ones_own() -> None:
     q = torch.randn(1, 4)
     expected = torch.softmax(k[:, 0].double() @ q[0].double() * 0.3, 0) @ k[:, 0].double()
     assert_close(c.attend(q, scale=0.3)[0], expected, attend_bound("float32"))
+
+
+@pytest.mark.parametrize(
+    "backend", {b.name: b for b in (ReferenceBackend(), best_backend())}.values(), ids=lambda b: b.name
+)
+@pytest.mark.parametrize("dtype", list(TORCH_DTYPES))
+@pytest.mark.parametrize("settings", KINDS, ids=IDS)
+def test_latent_rows(settings: dict[str, object], dtype: str, backend: Backend) -> None:
+    """One row for all heads, whose beginning is the value: stored once, read twice, in every kind of cache."""
+    rank, width = 6, 10
+    c = cache(1, width, rank, value_in_key=True, dtype=dtype, backend=backend, **settings)
+    wide = cache(1, width, rank, dtype=dtype, backend=backend, **settings)
+    assert c.nbytes * (width + rank) == wide.nbytes * width
+    row, q = torch.randn(41, 1, width), torch.randn(41, 3, width)
+    outs = []
+    for t in range(41):
+        c.store_k(0, t, row[t, 0]) if t % 2 else c.append(row[t : t + 1])
+        outs.append(c.attend(q[t], scale=0.3))
+    assert c.seen == 41
+    stored = row.to(TORCH_DTYPES[dtype])
+    scaled = (q * 0.3).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    right = plain_attention(scaled, stored, stored[..., :rank], c.window, c.sinks)
+    assert_close(torch.stack(outs), right, attend_bound(dtype))
+    assert torch.equal(c.retrieve_k(0), stored[c.positions, 0])
+    assert torch.equal(c.retrieve_v(0), stored[c.positions, 0, :rank].T)
+
+
+def test_what_latent_rows_are_not() -> None:
+    c = cache(1, 10, 6, value_in_key=True, capacity=20)
+    c.append(torch.zeros(1, 1, 10))
+    with pytest.raises(CacheError, match="part of its key"):
+        c.store_v(0, 1, torch.zeros(6))
+    with pytest.raises(UsageError, match="they lie in the keys"):
+        c.append(torch.zeros(1, 1, 10), torch.zeros(1, 1, 6))
+    with pytest.raises(UsageError, match="left out are not"):
+        cache(1, 10, 6).append(torch.zeros(1, 1, 10))
+    with pytest.raises(UsageError, match="scale of the expanded key"):
+        c.attend(torch.zeros(3, 10))
+    with pytest.raises(UsageError, match="num_kv_heads=1"):
+        cache(2, 10, 6, value_in_key=True)
+    with pytest.raises(UsageError, match="qk_rope_head_dim is -1"):
+        cache(1, 10, 11, value_in_key=True)
+    c.truncate(0)
+    assert c.seen == 0

@@ -82,7 +82,8 @@ def table(report: Report) -> str:
         lines += ["", f"{'attention alone, GB/s':<38}{HEADER[38:]}"]
     for found in report.attention:
         s = found.shape
-        lines.append(line(f"{s.dtype.name}, {s.heads} heads over {s.kv_heads}, width {s.head_dim}", found.rate))
+        over = "a latent" if s.latent else f"{s.kv_heads}"
+        lines.append(line(f"{s.dtype.name}, {s.heads} heads over {over}, width {s.head_dim}", found.rate))
     lines += ["", f"{'reading, GB/s':<38}{HEADER[38:68]}"]
     for reading in report.reading:
         many = f"{reading.threads} thread{'s' if reading.threads != 1 else ''}"

@@ -15,29 +15,42 @@ _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma", "sve", "as
 
 def command(
     model: Annotated[
-        str | None, typer.Argument(help="A .gguf file (or smollm2, gemma3): say what it holds instead.", metavar="FILE")
+        str | None, typer.Argument(help="A file, a folder, smollm2 or gemma3: say what it holds.", metavar="MODEL")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Say what this machine has: processors, memory, kernels, threads, and models; or what a GGUF file holds.
+    """Say what this machine has: processors, memory, kernels, threads, and models; or what a model holds.
 
     For example:
 
       kvist info
       kvist info --json
       kvist info model.gguf
+      kvist info deepseek-v3/
     """
     if model is not None:
-        from kvist.cli.contents import contents, lines
-
-        held = contents(model)
-        print(json.dumps(held, ensure_ascii=False, indent=2) if as_json else "\n".join(lines(held)))
+        print("\n".join(_model(model, as_json)))
         return
     found = {"machine": _machine(), "kernels": _kernels(), "models": _models()}
     if as_json:
         print(json.dumps(found, ensure_ascii=False, indent=2))
     else:
         print("\n".join(_lines(found)))
+
+
+def _model(model: str, as_json: bool) -> list[str]:
+    from kvist.spec.source import ALIASES
+
+    path = Path(model).expanduser()
+    if model not in ALIASES and (path.is_dir() or path.suffix == ".json") and not list(path.glob("*.gguf")):
+        from kvist.cli.folder import folder, folder_lines
+
+        held, show = folder(model), folder_lines
+    else:
+        from kvist.cli.contents import contents, lines
+
+        held, show = contents(model), lines
+    return [json.dumps(held, ensure_ascii=False, indent=2)] if as_json else show(held)
 
 
 def _machine() -> dict[str, Any]:

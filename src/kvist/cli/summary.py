@@ -48,10 +48,15 @@ def cache_facts(llm: LLM) -> CacheFacts:
 
 
 def _shape(group: Group) -> str:
-    """Layers x kv heads x width of ``group``."""
-    rows = group.layout.rows
+    """What a token leaves in the layers of ``group``: layers x kv heads x width, or the width of a latent."""
+    from kvist.cache.rows import Latent
+
+    rows, count = group.layout.rows, len(group.layers)
+    if isinstance(rows, Latent):
+        parts = f"{rows.kv_lora_rank} + {rows.qk_rope_head_dim} rotated"
+        return f"latents of {count} layers x {rows.elements_per_token} ({parts}), shared by all heads"
     heads, width = getattr(rows, "num_kv_heads", 1), getattr(rows, "head_dim", None)
-    size = f"{len(group.layers)} layers x {heads} kv head{'s' if heads != 1 else ''} x {width}"
+    size = f"keys and values of {count} layers x {heads} kv head{'s' if heads != 1 else ''} x {width}"
     return f"{size} (window {group.window})" if group.window is not None else size
 
 
@@ -134,7 +139,7 @@ def as_lines(run: Totals, cache: CacheFacts) -> list[str]:
         f"prompt       {run.prompt_tokens:,} tokens{found}{_rate(run.prefill_tok_s)}{wait}",
         f"generated    {run.generated_tokens:,} tokens{_rate(run.decode_tok_s)}{ending}",
         f"cache        {cache.bytes_per_token:,} bytes per token, {held}",
-        f"             {cache.dtype}, keys and values of {cache.shape}",
+        f"             {cache.dtype}, {cache.shape}",
         *bounds,
         *(f"             {note}" for note in cache.notes),
         f"projections  {run.with_cache:,} tokens through the layers; {run.without_cache:,} without a cache{ratio}",

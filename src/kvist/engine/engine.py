@@ -75,6 +75,11 @@ class Engine:
         self._next_id = 0
 
     @property
+    def decoder(self) -> Forward:
+        """What the engine runs."""
+        return self._runner.decoder
+
+    @property
     def idle(self) -> bool:
         """Whether no request is waiting or running."""
         return not self._requests

@@ -12,7 +12,21 @@ from torch import Tensor
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.kernels.blockformat import block_elements
 from kvist.kernels.native import NativeBackend
-from kvist.kernels.ops import Append, Attend, Backend, LayerStore, Linear, NormWeight, Op, Step, torch_dtype
+from kvist.kernels.ops import (
+    Append,
+    AppendLatent,
+    Attend,
+    Backend,
+    Combine,
+    GroupedLinear,
+    LayerStore,
+    Linear,
+    NormWeight,
+    Op,
+    Route,
+    Step,
+    torch_dtype,
+)
 from kvist.kernels.packed import FACTORS, PACKED_TYPES
 from kvist.spec.gguf_types import BY_NAME, IDS
 
@@ -20,10 +34,10 @@ _LENGTH = 300  # positions: three splits, the last one partly filled
 
 
 def fingerprint(backend: Backend) -> str:
-    """Sixteen hex digits over the outputs of linear layers, gates, norms, rotation and attention in every type."""
+    """Sixteen hex digits over the outputs of products, gates, norms, rotation, attention and routing in every type."""
     digest = xxhash.xxh3_64()
     for dtype in (BFLOAT16, FLOAT32):
-        for buffer in _linear(backend, dtype):
+        for buffer in (*_linear(backend, dtype), *_experts(backend, dtype)):
             digest.update(_bytes(buffer))
     if isinstance(backend, NativeBackend):
         for kind in PACKED_TYPES:
@@ -33,6 +47,8 @@ def fingerprint(backend: Backend) -> str:
         for window, softcap in ((None, None), (150, 30.0)):
             for buffer in _attention(backend, dtype, window, softcap):
                 digest.update(_bytes(buffer))
+        for buffer in _latents(backend, dtype):
+            digest.update(_bytes(buffer))
     return digest.hexdigest()
 
 
@@ -111,6 +127,45 @@ def _attention(backend: Backend, dtype: DType, window: int | None, softcap: floa
     table = torch.arange(blocks, dtype=torch.int32)[None]
     backend.compile(ops).run(_step(_LENGTH, (table,)))
     return [q, data, out]
+
+
+def _latents(backend: Backend, dtype: DType) -> list[Tensor]:
+    heads, nope, rank, rope, size = 3, 6, 40, 8, 32
+    blocks = -(-_LENGTH // size)
+    data = torch.zeros(blocks, size * (rank + rope) * dtype.bytes, dtype=torch.uint8)
+    store = LayerStore(data, dtype, size, 1, rank + rope, rank, 0, value_in_key=True)
+    rows, absorbed = _values(4, _LENGTH, rank + rope), _values(10, _LENGTH, heads * rank)
+    query = torch.zeros(_LENGTH, heads * (rank + rope), dtype=torch.bfloat16 if dtype == BFLOAT16 else torch.float32)
+    out = torch.zeros(_LENGTH, heads * rank)
+    cos, sin = _values(5, _LENGTH, rope // 2), _values(6, _LENGTH, rope // 2)
+    q, norm = _values(11, _LENGTH, heads * (nope + rope)), NormWeight(_values(7, rank) + 2, 1e-6)
+    ops: list[Op] = [
+        AppendLatent("probe", q, absorbed, rows, query, store, heads, (nope + rope) ** -0.5, cos, sin, norm),
+        Attend("probe", query, out, store, heads),
+    ]
+    backend.compile(ops).run(_step(_LENGTH, (torch.arange(blocks, dtype=torch.int32)[None],)))
+    return [query, data, out]
+
+
+def _experts(backend: Backend, dtype: DType) -> list[Tensor]:
+    experts, ranks, n, k, tokens = 4, 2, 48, 64, 5
+    ups = tuple(backend.weight(n, k, dtype, glu=True) for _ in range(experts))
+    downs = tuple(backend.weight(k, n // 2, dtype) for _ in range(experts))
+    for expert in range(experts):
+        ups[expert].fill(0, _values(12 + expert, n, k))
+        downs[expert].fill(0, _values(20 + expert, k, n // 2))
+    ids, gates = torch.zeros(tokens, ranks, dtype=torch.int32), torch.zeros(2, tokens, ranks)
+    gated, answers = torch.zeros(tokens, ranks * n // 2), torch.zeros(tokens, ranks * k)
+    x, out, scores = _values(28, tokens, k), _values(29, tokens, k), 2 * _values(30, tokens, experts)
+    ops: list[Op] = [
+        Route("probe", scores, ids, gates[0], ranks, "sigmoid", 2, 1, "top2", _values(31, experts), True, 2.5),
+        Route("probe", scores, ids, gates[1], ranks),
+        GroupedLinear("probe", x, ups, gated, ranks, ids, epilogue="glu", norm=NormWeight(_values(32, k) + 2, 1e-5)),
+        GroupedLinear("probe", gated, downs, answers, ranks, ids, source_stride=n // 2),
+        Combine("probe", answers, gates[1], out),
+    ]
+    backend.compile(ops).run(_step(tokens))
+    return [gates, ids, gated, answers, out]
 
 
 def _bytes(buffer: Tensor) -> bytes:

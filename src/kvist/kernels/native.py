@@ -6,7 +6,6 @@ for none. Every variant keeps the laws; between variants the last bits differ, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,33 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.base.errors import KernelError
 from kvist.base.machine import MOST_THREADS
-from kvist.kernels.blockformat import why_not
-from kvist.kernels.ops import (
-    SPLIT,
-    TILE,
-    Append,
-    Attend,
-    Embed,
-    LayerStore,
-    Linear,
-    NormAdd,
-    Normalise,
-    Op,
-    Step,
-    torch_dtype,
-)
+from kvist.kernels.native_ops import ADD, TORCH_TYPES, TYPES, refusal
+from kvist.kernels.ops import Embed, GroupedLinear, Linear, Op, Step
 from kvist.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-_TYPES = {FLOAT32.name: 0, BFLOAT16.name: 1, FLOAT16.name: 2}
-_TORCH_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_EPILOGUES = {"store": 0, "add": 1, "glu": 2, "act": 3}
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 PANEL = 32  # output columns of one packed panel
 
 
@@ -79,7 +61,7 @@ class NativeWeight:
         raw = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
         skip = -raw.data_ptr() % 64
         self.data = raw[skip : skip + size]
-        self.handle = backend.native.Weight(self.data.data_ptr(), n, k, _TYPES[dtype.name], glu)
+        self.handle = backend.native.Weight(self.data.data_ptr(), n, k, TYPES[dtype.name], glu)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +75,7 @@ class NativeWeight:
         if rows.dtype not in (torch.float32, torch.bfloat16):
             rows = rows.float()
         rows = rows.contiguous()
-        self._pack(rows.data_ptr(), _TORCH_TYPES[rows.dtype], -1, len(rows), row, 0)
+        self._pack(rows.data_ptr(), TORCH_TYPES[rows.dtype], -1, len(rows), row, 0)
 
     def fill_gguf(self, address: int, ggml_type: int, count: int, row_map: Tensor) -> None:
         """Unpack ``count`` rows of GGUF blocks at ``address``; row i becomes row ``row_map[i]`` (int64)."""
@@ -136,7 +118,7 @@ class NativeExecutor:
         self.ops = tuple(ops)
         self._program = backend.native.Program(backend.variant, backend.threads)
         for op in ops:
-            _ADD[type(op)](backend.native, self._program, op)
+            ADD[type(op)](backend.native, self._program, op)
 
     def run(self, step: Step) -> None:
         """Execute every operation on ``step``. KernelError when an index of the step leads nowhere."""
@@ -179,28 +161,13 @@ class NativeBackend:
 
     def refuses(self, op: Op) -> str | None:
         """Why these kernels cannot execute ``op``; None when they can."""
-        for buffer in _buffers(op):
-            if buffer.device.type != "cpu":
-                return f"a buffer lies on {buffer.device}: native kernels read the CPU's memory"
-            if buffer.dim() == 2 and buffer.stride(1) != 1:
-                return "a buffer's rows are not contiguous"
         if isinstance(op, Embed | Linear) and not isinstance(op.weight, NativeWeight | PackedWeight):
             return "the weight is not packed for native kernels"
         if isinstance(op, Embed) and not (op.places is None or isinstance(op.places, NativeWeight)):
             return "the learned positions are not packed for native kernels"
-        reason = _buffer_refusal(op)
-        if reason is not None:
-            return reason
-        if isinstance(op, Append | Attend):
-            size = op.store.block_size
-            if SPLIT % size and size % SPLIT:
-                return f"block size {size} neither divides nor is a multiple of {SPLIT}, the keys of one split"
-            if size % TILE:
-                return f"block size {size} is not a multiple of {TILE}"
-            if op.num_heads % op.store.num_kv_heads:
-                return f"{op.num_heads} query heads cannot be shared out evenly over {op.store.num_kv_heads} kv heads"
-            return _append_refusal(op) or why_not(op.store)
-        return None
+        if isinstance(op, GroupedLinear) and not all(isinstance(weight, NativeWeight) for weight in op.weights):
+            return "grouped weights are not float32 or bfloat16 panels of native kernels"
+        return refusal(op)
 
     def weight(self, n: int, k: int, dtype: DType, glu: bool = False) -> NativeWeight:
         """Zeroed panels for a matrix [N, K]."""
@@ -217,175 +184,3 @@ class NativeBackend:
             if reason is not None:
                 raise KernelError(f"{op.name}: {reason}")
         return NativeExecutor(self, ops)
-
-
-def _append_refusal(op: Append | Attend) -> str | None:
-    """Why an append's norms are not what the kernels do; None when they are."""
-    norms = [norm for norm in (op.q_norm, op.k_norm) if norm is not None] if isinstance(op, Append) else []
-    if any(norm.centred or norm.bias is not None for norm in norms):
-        return "queries and keys are normalised by rms only"
-    if len({norm.eps for norm in norms}) > 1:
-        return "the norms of queries and keys have one eps"
-    return None
-
-
-def _buffers(op: Op) -> list[Tensor]:
-    match op:
-        case Embed():
-            return [op.out]
-        case Linear() | NormAdd() | Normalise():
-            return [op.source, op.out]
-        case Append():
-            return [op.qkv, op.q_out, op.store.data]
-        case Attend():
-            return [op.q, op.out, op.store.data]
-
-
-def _buffer_refusal(op: Op) -> str | None:
-    """Why a buffer's type or width is not the contract's: kernels take raw addresses and would read garbage."""
-    single = (torch.float32,)
-    expected: list[tuple[str, Tensor, tuple[torch.dtype, ...], int]] = []
-    match op:
-        case Embed():
-            expected = [("out", op.out, single, op.weight.k)]
-        case Linear():
-            act = (torch_dtype(op.weight.dtype),)
-            rounded = op.epilogue in ("glu", "act")
-            expected = [
-                ("source", op.source, single if op.norm else (*single, *act), op.weight.k),
-                (
-                    "out",
-                    op.out,
-                    (*single, *act) if rounded else single,
-                    op.weight.n // 2 if op.epilogue == "glu" else op.weight.n,
-                ),
-            ]
-        case NormAdd() | Normalise():
-            width = op.norm.weight.shape[0]
-            expected = [("source", op.source, single, width), ("out", op.out, single, width)]
-        case Append() | Attend():
-            store = op.store
-            query = (torch.bfloat16,) if store.dtype == BFLOAT16 else single
-            heads = op.num_heads * store.head_dim
-            if isinstance(op, Append):
-                width = heads + store.num_kv_heads * (store.head_dim + store.v_head_dim)
-                expected = [("qkv", op.qkv, single, width), ("q_out", op.q_out, query, heads)]
-            else:
-                out = (torch.float32, torch.bfloat16)
-                expected = [("q", op.q, query, heads), ("out", op.out, out, op.num_heads * store.v_head_dim)]
-    for name, buffer, types, width in expected:
-        if buffer.dtype not in types or math.prod(buffer.shape[1:]) != width:
-            wanted = " or ".join(str(t) for t in types)
-            return f"{name} is {buffer.dtype} {list(buffer.shape)}, not {wanted} of {width} channels"
-    return None
-
-
-def _pointer(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _store(native: ModuleType, store: LayerStore) -> Any:
-    data = store.data
-    return native.Store(
-        data.data_ptr(),
-        data.shape[0],
-        data.stride(0),
-        store.block_size,
-        store.num_kv_heads,
-        store.head_dim,
-        store.v_head_dim,
-        _TYPES[store.dtype.name],
-        store.group,
-    )
-
-
-def _embed(native: ModuleType, program: Any, op: Embed) -> None:
-    places = None if op.places is None else _handle(op.places)
-    program.embed(_handle(op.weight), op.scale, op.out.data_ptr(), op.out.stride(0), places)
-
-
-def _handle(weight: Any) -> Any:
-    assert isinstance(weight, NativeWeight | PackedWeight)
-    return weight.handle
-
-
-def _linear(native: ModuleType, program: Any, op: Linear) -> None:
-    program.linear(
-        _handle(op.weight),
-        op.source.data_ptr(),
-        op.source.stride(0),
-        op.out.data_ptr(),
-        op.out.stride(0),
-        _TORCH_TYPES[op.source.dtype],
-        _TORCH_TYPES[op.out.dtype],
-        _EPILOGUES[op.epilogue],
-        _ACTIVATIONS[op.activation],
-        _pointer(op.norm.weight) if op.norm else 0,
-        op.norm.eps if op.norm else 0.0,
-        _pointer(op.norm.bias) if op.norm else 0,
-        op.norm is not None and op.norm.centred,
-        _pointer(op.bias),
-        op.wanted,
-        op.scale,
-        op.softcap or 0.0,
-    )
-
-
-def _append(native: ModuleType, program: Any, op: Append) -> None:
-    norm = op.q_norm or op.k_norm
-    program.append(
-        _store(native, op.store),
-        op.qkv.data_ptr(),
-        op.qkv.stride(0),
-        op.q_out.data_ptr(),
-        op.q_out.stride(0),
-        op.num_heads,
-        op.scale,
-        0 if op.cos is None else 2 * op.cos.shape[1],
-        _pointer(op.cos),
-        _pointer(op.sin),
-        0 if op.cos is None else len(op.cos),
-        _pointer(op.q_norm.weight) if op.q_norm else 0,
-        _pointer(op.k_norm.weight) if op.k_norm else 0,
-        norm.eps if norm else 0.0,
-    )
-
-
-def _attend(native: ModuleType, program: Any, op: Attend) -> None:
-    program.attend(
-        _store(native, op.store),
-        op.q.data_ptr(),
-        op.q.stride(0),
-        op.out.data_ptr(),
-        op.out.stride(0),
-        _TORCH_TYPES[op.out.dtype],
-        op.num_heads,
-        op.window or 0,
-        op.sinks,
-        op.softcap or 0.0,
-    )
-
-
-def _norm_add(native: ModuleType, program: Any, op: NormAdd | Normalise) -> None:
-    program.norm_add(
-        op.source.data_ptr(),
-        op.source.stride(0),
-        op.out.data_ptr(),
-        op.out.stride(0),
-        op.out.shape[1],
-        op.norm.weight.data_ptr(),
-        op.norm.eps,
-        _pointer(op.norm.bias),
-        op.norm.centred,
-        isinstance(op, NormAdd),
-    )
-
-
-_ADD: dict[type, Any] = {
-    Embed: _embed,
-    Linear: _linear,
-    Append: _append,
-    Attend: _attend,
-    NormAdd: _norm_add,
-    Normalise: _norm_add,
-}

@@ -76,6 +76,8 @@ class LayerStore:
 
     Block format: for each kv head g a K part then a V part. K: [P/16][D/e][16][e]; V: [P/e][Dv][e]; e is 2 for bfloat16
     (dot products take neighbours in pairs), else 1. ``group`` is the index of the block table that its layers share.
+    ``value_in_key`` (latent rows [c_KV, k_R], one kv head): there is no V part; the value of a position is the first
+    v_head_dim channels of its key.
     """
 
     data: Tensor
@@ -85,6 +87,12 @@ class LayerStore:
     head_dim: int
     v_head_dim: int
     group: int
+    value_in_key: bool = False
+
+    @property
+    def v_stored(self) -> int:
+        """Elements of a position's V part: v_head_dim, or none where the value lies in the key."""
+        return 0 if self.value_in_key else self.v_head_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,6 +189,94 @@ class Attend:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AppendLatent:
+    """Multi-head latent attention's append: what a token leaves behind is one row [c_KV, k_R] for all heads.
+
+    C = v_head_dim (kv_lora_rank) and R = head_dim - C (qk_rope_head_dim) of the ``value_in_key`` store, n the width of
+    a query's other part. kv float32 [T, C + R]: kv_norm(kv[:, :C]) and the rotated kv[:, C:] are stored, each element
+    rounded once. q float32 [T, H * (n + R)]: the last R channels of each head are rotated. absorbed float32 [T, H * C]:
+    each head's other n channels through its W_UK. q_out [T, H, C + R] (float32 when the store is float32 or float16,
+    else bfloat16) = [absorbed, rotated q] * scale, rounded once. ``cos`` and ``sin`` float32 [positions, R/2]: channel
+    i pairs with i + R/2; None: no rotation. Without ``kv_norm`` the latent is stored as it comes.
+    """
+
+    name: str
+    q: Tensor
+    absorbed: Tensor
+    kv: Tensor
+    q_out: Tensor
+    store: LayerStore
+    num_heads: int
+    scale: float
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    kv_norm: NormWeight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedLinear:
+    """Several weights of one shape [N, K], one for each of ``slots`` places of a token's output.
+
+    For token t and slot s: w = weights[s], or weights[ids[t, s]] (``ids`` int32 [T, slots]);
+    x = source[t, s * source_stride : s * source_stride + K], rounded once to the weights' type (behind the ``norm``,
+    which needs source_stride 0: all slots read the same row); out[t, s * M : (s + 1) * M] = epilogue(w @ x), M = N, or
+    N/2 for ``glu``. Epilogues as in Linear: ``store`` (float32, times scale), ``glu`` and ``act`` (float32 or the act
+    type). A row's bits depend on that row alone, not on which others chose the same weight.
+    """
+
+    name: str
+    source: Tensor
+    weights: tuple[Weight, ...]
+    out: Tensor
+    slots: int
+    ids: Tensor | None = None
+    source_stride: int = 0
+    epilogue: str = "store"
+    norm: NormWeight | None = None
+    activation: str = "silu"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Choose ``top_k`` of E experts for each token from raw router logits, scores float32 [T, E].
+
+    ``scoring``: softmax over all E, or sigmoid. The choice score is that plus ``bias`` [E]. With ``groups`` > 1 only
+    the ``top_groups`` best groups of neighbours are eligible; a group's score is its ``max`` choice score, or the sum
+    of its two best (``top2``). ids int32 [T, k] in rank order: descending by choice score, ties to the lower index (NaN
+    ranks last). gates float32 [T, k]: the unbiased scores, divided by (their sum + 1e-20) when ``normalise``, then
+    times ``scale``.
+    """
+
+    name: str
+    scores: Tensor
+    ids: Tensor
+    gates: Tensor
+    top_k: int
+    scoring: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    bias: Tensor | None = None
+    normalise: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Combine:
+    """out[t] += sum over ranks r, ascending, of gates[t, r] * source[t, r * width : (r + 1) * width]; all float32.
+
+    ``source`` is [T, k * width], ``gates`` [T, k], ``out`` [T, width]. The sum is one chain from rank 0 on, which is
+    then added as a whole.
+    """
+
+    name: str
+    source: Tensor
+    gates: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NormAdd:
     """out += norm(source); both float32 [T, width]."""
 
@@ -200,7 +296,7 @@ class Normalise:
     out: Tensor
 
 
-Op = Embed | Linear | Append | Attend | NormAdd | Normalise
+Op = Embed | Linear | Append | Attend | AppendLatent | GroupedLinear | Route | Combine | NormAdd | Normalise
 
 
 class Executor(Protocol):

@@ -18,60 +18,38 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
+from kvist.base.dtypes import DType
 from kvist.base.errors import KernelError
 from kvist.kernels.blockformat import why_not, write_kv
 from kvist.kernels.ops import (
     Append,
+    AppendLatent,
     Attend,
+    Combine,
     Embed,
+    GroupedLinear,
     Linear,
     NormAdd,
     Normalise,
-    NormWeight,
     Op,
+    Route,
     Step,
-    Weight,
-    torch_dtype,
 )
 from kvist.kernels.reference_attend import attend
+from kvist.kernels.reference_latent import (
+    append_latent,
+    combine,
+    grouped_linear,
+    route,
+    why_no_combine,
+    why_no_grouped,
+    why_no_latent,
+    why_no_route,
+)
+from kvist.kernels.reference_parts import ACTIVATIONS, ReferenceWeight, activate, norm, product, rotate, rounded
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 EPILOGUES = ("store", "add", "glu", "act")
-SLICE = 1 << 22  # elements of a weight that are converted at once: 16 MB as float32
-
-
-class ReferenceWeight:
-    """A matrix [N, K] as one torch tensor in its own type; of a glu weight the rows 0..N/2 are the gate."""
-
-    def __init__(self, n: int, k: int, dtype: DType, glu: bool = False) -> None:
-        """Allocate an unfilled matrix. Raises KernelError for sizes and types that no product has."""
-        if n <= 0 or k <= 0 or (glu and n % 2):
-            raise KernelError(f"a {'glu ' if glu else ''}weight of {n} rows of {k} is none: rows come in whole pairs")
-        if dtype not in (FLOAT32, BFLOAT16):
-            raise KernelError(
-                f"weights of type {dtype.name} have no product: convert to float32 or bfloat16 when loading"
-            )
-        self.n, self.k, self.dtype, self.glu = n, k, dtype, glu
-        self.data = torch.empty(n, k, dtype=torch_dtype(dtype))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.data.numel() * self.dtype.bytes
-
-    def fill(self, row: int, rows: Tensor) -> None:
-        """Write ``rows`` [n, K] as rows row..row+n, rounded once. Raises KernelError when they do not fit."""
-        if rows.dim() != 2 or rows.shape[1] != self.k or row < 0 or row + rows.shape[0] > self.n:
-            raise KernelError(f"rows {list(rows.shape)} at row {row} do not fit a weight of {self.n} rows of {self.k}")
-        self.data[row : row + rows.shape[0]].copy_(rows)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` as float32 [len(ids), K]."""
-        return self.data[ids.long()].to(torch.float32)
 
 
 @dataclass(slots=True)
@@ -109,6 +87,16 @@ class ReferenceBackend:
         """Why ``op`` is outside its contract; None when it can be executed."""
         if isinstance(op, Linear):
             return _why_no_linear(op)
+        if isinstance(op, GroupedLinear):
+            return why_no_grouped(op)
+        if isinstance(op, Route):
+            return why_no_route(op)
+        if isinstance(op, Combine):
+            return why_no_combine(op)
+        if isinstance(op, Append) and op.store.value_in_key:
+            return "keys and values do not fit a store of latent rows: it takes an AppendLatent"
+        if isinstance(op, AppendLatent):
+            return why_no_latent(op) or why_not(op.store)
         if isinstance(op, Append | Attend):
             store = op.store
             if op.num_heads <= 0 or op.num_heads % store.num_kv_heads:
@@ -148,6 +136,14 @@ def execute(op: Op, step: Step, compute: torch.dtype) -> None:
             append(op, step, compute)
         case Attend():
             attend(op, step, compute)
+        case AppendLatent():
+            append_latent(op, step, compute)
+        case GroupedLinear():
+            grouped_linear(op, step, compute)
+        case Route():
+            route(op, step, compute)
+        case Combine():
+            combine(op, step, compute)
         case NormAdd():
             count = len(step.tokens)
             out = op.out[:count]
@@ -157,22 +153,11 @@ def execute(op: Op, step: Step, compute: torch.dtype) -> None:
             op.out[:count].copy_(norm(op.source[:count], op.norm, compute))
 
 
-def norm(x: Tensor, weight: NormWeight, compute: torch.dtype) -> Tensor:
-    """RMS norm, or layer norm when centred, over the last axis, in the compute type: see ops.NormWeight."""
-    x = x.to(compute)
-    if weight.centred:
-        x = x - x.mean(-1, keepdim=True)
-    y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + weight.eps) * weight.weight.to(compute)
-    return y if weight.bias is None else y + weight.bias.to(compute)
-
-
 def linear(op: Linear, step: Step, compute: torch.dtype) -> None:
     """Execute a Linear on ``step``: see ops.Linear."""
     x = op.source[step.rows.long()] if op.wanted else op.source[: len(step.tokens)]
     x = x.to(compute) if op.norm is None else norm(x, op.norm, compute)
-    if compute == torch.float32:
-        x = x.to(torch_dtype(op.weight.dtype)).to(compute)
-    y = product(x, op.weight)
+    y = product(rounded(x, op.weight), op.weight)
     if op.bias is not None:
         y += op.bias.to(compute)
     out = op.out[: len(y)]
@@ -186,35 +171,6 @@ def linear(op: Linear, step: Step, compute: torch.dtype) -> None:
     else:
         y = y * op.scale
         out.copy_(y if op.softcap is None else op.softcap * torch.tanh(y / op.softcap))
-
-
-def activate(x: Tensor, activation: str) -> Tensor:
-    """The gate's function: ``silu``, ``gelu_tanh`` or ``gelu``."""
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def product(x: Tensor, weight: Weight) -> Tensor:
-    """Product of x [T, K] and the transposed weight as [T, N] in x's type; the weight is converted slice by slice."""
-    y = x.new_empty(len(x), weight.n)
-    count = max(1, SLICE // weight.k)
-    if isinstance(weight, ReferenceWeight) and weight.data.dtype == x.dtype:
-        count = weight.n
-    for start in range(0, weight.n, count):
-        stop = min(start + count, weight.n)
-        if isinstance(weight, ReferenceWeight):
-            rows = weight.data[start:stop]
-        else:
-            rows = weight.rows(torch.arange(start, stop))
-        y[:, start:stop] = x @ rows.to(x.dtype).T
-    return y
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``rotary`` channels of x [T, heads, D] by cos and sin [T, rotary/2], i with i + rotary/2."""
-    half = cos.shape[-1]
-    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
 
 
 def append(op: Append, step: Step, compute: torch.dtype) -> None:

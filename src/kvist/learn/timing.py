@@ -16,7 +16,7 @@ from kvist.cache.sizing import BLOCK_SIZE, STEP_TOKENS, blocks_for
 from kvist.cache.table import Table
 from kvist.compose import open_model
 from kvist.kernels.dispatch import choose
-from kvist.kernels.ops import Attend, Linear, Op, Step
+from kvist.kernels.ops import Attend, Combine, Op, Route, Step
 from kvist.learn.book import prose
 from kvist.model.decoder import Decoder
 from kvist.model.weights import load_weights, require_memory
@@ -122,8 +122,8 @@ class StepTimer:
 def _part(op: Op) -> str:
     if isinstance(op, Attend):
         return "attention"
-    if isinstance(op, Linear) and op.name.endswith((" qkv", " o")):
+    if op.name.endswith((" qkv", " o", " latents", " queries", " absorb", " values")):
         return "projections"
-    if isinstance(op, Linear) and op.name.endswith((" gate up", " down")):
+    if isinstance(op, Route | Combine) or op.name.endswith((" gate up", " up", " down", " router")):
         return "feed forward"
     return "head and rest"

@@ -12,9 +12,10 @@ from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.cache.sizing import BLOCK_SIZE
 from kvist.kernels.blockformat import block_elements
 from kvist.kernels.ops import Attend, Backend, LayerStore, Op, Step, torch_dtype
-from kvist.measure.limits import PASS_SECONDS, beyond_cache, plain_attention
+from kvist.measure.limits import PASS_SECONDS, beyond_cache
 from kvist.measure.rate import Clock, Rate, rate, repeat
-from kvist.spec.model import ModelSpec
+from kvist.model.buffers import key_width, value_width
+from kvist.spec.model import LatentAttention, ModelSpec
 
 KV_HEADS = 4
 GROUPS, WIDTHS, DTYPES = (1, 3, 4, 8), (64, 128, 256), (BFLOAT16, FLOAT16, FLOAT32)
@@ -23,7 +24,7 @@ DEPTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One geometry of attention over ``depth`` stored tokens."""
+    """One geometry of attention over ``depth`` stored tokens; ``latent``: values are the beginnings of the keys."""
 
     dtype: DType
     heads: int
@@ -31,11 +32,17 @@ class Shape:
     head_dim: int
     v_head_dim: int
     depth: int
+    latent: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that one new token reads in one layer."""
-        return self.depth * self.kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.bytes
+        return self.depth * self.kv_heads * (self.head_dim + self.v_stored) * self.dtype.bytes
+
+    @property
+    def v_stored(self) -> int:
+        """Channels of a value that stand beside its key."""
+        return 0 if self.latent else self.v_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,10 @@ def shapes(spec: ModelSpec, kv_dtype: DType, *, everything: bool) -> list[Shape]
     """The model's own shapes (windows left out: a window is a shallow cache); ``everything``: the whole matrix too."""
     own = []
     for layer in spec.layers:
-        a = plain_attention(layer)
-        shape = Shape(kv_dtype, a.num_heads, a.num_kv_heads, a.head_dim, a.v_head_dim, DEPTH)
+        a = layer.attention
+        kv_heads = 1 if isinstance(a, LatentAttention) else a.num_kv_heads
+        latent = isinstance(a, LatentAttention)
+        shape = Shape(kv_dtype, a.num_heads, kv_heads, key_width(a), value_width(a), DEPTH, latent)
         if shape not in own:
             own.append(shape)
     matrix = [Shape(t, KV_HEADS * group, KV_HEADS, d, d, DEPTH) for t in DTYPES for d in WIDTHS for group in GROUPS]
@@ -102,7 +111,7 @@ class AttentionBench:
     def operations(self, shape: Shape) -> tuple[Sequence[Op], Step]:
         """The operations of all layers, each over bytes of its own, and the step that they run in."""
         blocks = -(-shape.depth // BLOCK_SIZE)
-        block = block_elements(shape.kv_heads, shape.head_dim, shape.v_head_dim, BLOCK_SIZE) * shape.dtype.bytes
+        block = block_elements(shape.kv_heads, shape.head_dim, shape.v_stored, BLOCK_SIZE) * shape.dtype.bytes
         layers = max(1, -(-self.nbytes // (blocks * block)))
         data = self._filled(shape.dtype, layers * blocks * block).view(layers, blocks, block)
         q_type = torch.bfloat16 if shape.dtype == BFLOAT16 else torch.float32
@@ -110,7 +119,8 @@ class AttentionBench:
         out = torch.zeros(1, shape.heads * shape.v_head_dim)
         ops: list[Op] = []
         for i in range(layers):
-            store = LayerStore(data[i], shape.dtype, BLOCK_SIZE, shape.kv_heads, shape.head_dim, shape.v_head_dim, 0)
+            widths = (shape.kv_heads, shape.head_dim, shape.v_head_dim)
+            store = LayerStore(data[i], shape.dtype, BLOCK_SIZE, *widths, 0, value_in_key=shape.latent)
             ops.append(Attend(f"attend {i}", q, out, store, shape.heads))
         step = Step(
             torch.zeros(1, dtype=torch.int32),

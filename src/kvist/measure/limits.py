@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
-from kvist.base.errors import SpecError
 from kvist.base.machine import available_memory
 from kvist.cache.layout import Group
 from kvist.cache.sizing import row_bytes
 from kvist.kernels.native import NativeBackend
 from kvist.kernels.ops import Backend, Linear, Op, Step, torch_dtype
 from kvist.measure.rate import Clock, Rate, rate, repeat
+from kvist.model.buffers import first_width, key_width, value_width
 from kvist.plan.device import last_level_cache
-from kvist.spec.model import Attention, LayerSpec, ModelSpec
+from kvist.spec.model import Attention, FeedForward, LatentAttention, MixtureOfExperts, ModelSpec
 
 MIB = 2**20
 BEYOND_CACHE = 4  # a working set of so many last-level caches is read from memory
@@ -88,10 +88,18 @@ class Work:
 
     @property
     def read_weights(self) -> int:
-        """Bytes of weights that every step reads: all matrices, of separate embeddings one row in place of all."""
-        if self.spec.tied_embeddings:
-            return self.weight_bytes
-        return self.weight_bytes - (self.spec.vocab_size - 1) * self.spec.hidden_size * self.dtype.bytes
+        """Bytes of weights that every step reads at least.
+
+        All matrices; of separate embeddings one row in place of all; of experts those that one token chooses.
+        """
+        idle = 0
+        for layer in self.spec.layers:
+            feed = layer.feed_forward
+            if isinstance(feed, MixtureOfExperts):
+                idle += (feed.num_experts - feed.top_k) * 3 * feed.intermediate_size * self.spec.hidden_size
+        if not self.spec.tied_embeddings:
+            idle += (self.spec.vocab_size - 1) * self.spec.hidden_size
+        return self.weight_bytes - idle * self.dtype.bytes
 
     def step_bytes(self, depths: Sequence[float], shared: float = 0) -> float:
         """Bytes that one step must read which gives one token to each request, at ``depths`` tokens of cache.
@@ -107,18 +115,28 @@ class Work:
         spec = self.spec
         total = 2.0 * spec.vocab_size * spec.hidden_size
         for layer in spec.layers:
-            a = plain_attention(layer)
-            heads = a.num_heads * (a.head_dim + a.v_head_dim) + a.num_kv_heads * (a.head_dim + a.v_head_dim)
-            total += 2.0 * tokens * spec.hidden_size * (heads + 3 * layer.feed_forward.intermediate_size)
-            total += 2.0 * a.num_heads * (a.head_dim + a.v_head_dim) * visible_pairs(tokens, a.window)
+            a = layer.attention
+            projected = _projected(layer.attention, spec.hidden_size) + _fed(layer.feed_forward, spec.hidden_size)
+            total += 2.0 * tokens * projected
+            window = a.window if isinstance(a, Attention) else None
+            total += 2.0 * a.num_heads * (key_width(a) + value_width(a)) * visible_pairs(tokens, window)
         return total
 
 
-def plain_attention(layer: LayerSpec) -> Attention:
-    """The attention of ``layer``; SpecError for a kind that leaves no keys and values."""
-    if not isinstance(layer.attention, Attention):
-        raise SpecError(f"{type(layer.attention).__name__} is not measured: only keys and values can run")
-    return layer.attention
+def _projected(a: Attention | LatentAttention, hidden: int) -> int:
+    """Multiplications of one token in the matrices around attention."""
+    total = (first_width(a) + a.num_heads * a.v_head_dim) * hidden
+    if isinstance(a, LatentAttention):
+        total += a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank
+        total += (a.q_lora_rank or 0) * a.num_heads * a.qk_head_dim
+    return total
+
+
+def _fed(feed: FeedForward | MixtureOfExperts, hidden: int) -> int:
+    """Multiplications of one token in its feed forward, or in the router and those that it chooses."""
+    if isinstance(feed, MixtureOfExperts):
+        return (3 * (feed.top_k * feed.intermediate_size + feed.shared_size) + feed.num_experts) * hidden
+    return (3 if feed.gated else 2) * feed.intermediate_size * hidden
 
 
 def visible_pairs(tokens: int, window: int | None) -> int:

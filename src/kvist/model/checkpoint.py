@@ -18,11 +18,12 @@ from kvist.base.errors import FormatError, Truncated, WeightsError
 from kvist.kernels.native import NativeWeight
 from kvist.kernels.ops import Weight
 from kvist.kernels.packed import PackedWeight, packed_bytes, packed_refusal
+from kvist.model.float8 import SUFFIX, TYPE, factors_shape, unpacked
 from kvist.spec.from_gguf import GgufModel
 from kvist.spec.gguf_file import LFS_POINTER
 from kvist.spec.gguf_types import IDS
 from kvist.spec.model import Attention, ModelSpec
-from kvist.spec.names import ExpectedTensor, expected_tensors, grouped_rows, half_split_rows, match_names
+from kvist.spec.names import ExpectedTensor, expected_tensors, half_split_rows, match_names, row_order
 
 SLICE_BYTES = 1 << 24  # bytes of a tensor that are read and unpacked at once
 _NATIVE_GGUF = frozenset(
@@ -112,21 +113,29 @@ class SafetensorsCheckpoint:
     def __init__(self, spec: ModelSpec, shards: tuple[Path, ...]) -> None:
         """Read every header and check names and shapes. WeightsError, or FormatError for a file that cannot be read."""
         self.expected = expected_tensors(spec)
+        self.block = spec.fp8_block
         self.files: dict[str, Path] = {}
+        self.float8: set[str] = set()  # file names of matrices that have factors
         shapes: dict[str, tuple[int, ...]] = {}
+        kinds = {"F32", "BF16", "F16"} | ({TYPE} if self.block else set())
         for shard in shards:
             handle = _mapped(shard)
             for name in handle.keys():  # noqa: SIM118  (not a mapping)
                 part = handle.get_slice(name)
-                if part.get_dtype() not in ("F32", "BF16", "F16"):
+                if part.get_dtype() not in kinds:
                     raise FormatError(
                         f"{shard}: tensor {name} has type {part.get_dtype()}: "
-                        "float32, bfloat16 and float16 can be loaded; save the model in one of these"
+                        "float32, bfloat16 and float16 can be loaded, and float8 in blocks with a factor each; "
+                        "save the model in one of these"
                     )
+                if part.get_dtype() == TYPE:
+                    self.float8.add(name)
                 self.files[name] = shard
                 shapes[name] = tuple(part.get_shape())
+        where = str(shards[0].parent)
+        self._take_factors(shapes, where)
         match = match_names(spec, shapes, "hf", shapes)
-        match.require(str(shards[0].parent))
+        match.require(where)
         self.names = match.found
 
     def vector(self, name: str) -> Tensor | None:
@@ -134,9 +143,9 @@ class SafetensorsCheckpoint:
         if name not in self.names:
             return None
         tensor: Tensor = _mapped(self.files[self.names[name]]).get_tensor(self.names[name])
-        grouped = self.expected[name].grouped
+        order = row_order(self.expected[name])
         values = tensor.to(torch.float32, copy=True)
-        return values if grouped is None else values[grouped_rows(*grouped)]
+        return values if order is None else values[order]
 
     def packing(self, name: str) -> str | None:
         """None: safetensors are not packed."""
@@ -147,22 +156,41 @@ class SafetensorsCheckpoint:
         tensor, file_name = self.expected[name], self.names[name]
         shard, rows = self.files[file_name], tensor.shape[0]
         step = max(1, SLICE_BYTES // (weight.k * 2))
-        place = None
-        if tensor.grouped is not None:  # the inverse: where each of the file's rows goes
-            order = torch.tensor(grouped_rows(*tensor.grouped))
+        factors = self._factors(file_name) if file_name in self.float8 else None
+        listed, place = row_order(tensor), None
+        if listed is not None:  # the inverse: where each of the file's rows goes
+            order = torch.tensor(listed)
             place = torch.empty_like(order)
             place[order] = torch.arange(rows) + first
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             part = _mapped(shard).get_slice(file_name)
             values = part[:, start:stop].T.contiguous() if tensor.transposed else part[start:stop]
+            nbytes = values.numel() * values.element_size()
+            if factors is not None and self.block is not None:
+                values = unpacked(values, factors, start, self.block)
             if place is None:
                 weight.fill(first + start, values)
             else:
                 _scatter(weight, values, place[start:stop])
-            nbytes = values.numel() * values.element_size()
             del values, part  # and with them the mapping
             yield nbytes
+
+    def _factors(self, file_name: str) -> Tensor:
+        factors: Tensor = _mapped(self.files[file_name + SUFFIX]).get_tensor(file_name + SUFFIX)
+        return factors
+
+    def _take_factors(self, shapes: dict[str, tuple[int, ...]], where: str) -> None:
+        """Take the factors of float8 matrices out of ``shapes``. WeightsError for one that is missing or misshaped."""
+        for name in sorted(self.float8):
+            assert self.block is not None
+            wanted, found = factors_shape(shapes[name], self.block), shapes.pop(name + SUFFIX, None)
+            if found != wanted:
+                state = "missing" if found is None else f"{list(found)}"
+                raise WeightsError(
+                    f"{where}: {name} is float8 {list(shapes[name])} in blocks of {list(self.block)}, so "
+                    f"{name}{SUFFIX} has to be {list(wanted)}; it is {state}"
+                )
 
 
 def _mapped(shard: Path) -> Any:
@@ -194,7 +222,7 @@ def loaded_bytes(spec: ModelSpec, element_bytes: int, packed: Checkpoint | None 
             if kind is not None:
                 total += packed_bytes(kind, *tensor.shape)
             else:
-                total += size * (element_bytes if len(tensor.shape) > 1 else 4)
+                total += size * (element_bytes if len(tensor.shape) > 1 and not tensor.wide else 4)
     return total
 
 

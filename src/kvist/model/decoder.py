@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.base.errors import KernelError, SpecError
 from kvist.cache.layout import Layout
 from kvist.cache.pool import Pool
-from kvist.cache.rows import KeyValue
+from kvist.cache.rows import KeyValue, Latent
 from kvist.kernels.ops import (
     Append,
     Attend,
@@ -25,10 +24,12 @@ from kvist.kernels.ops import (
     NormWeight,
     Op,
     Step,
-    torch_dtype,
 )
+from kvist.model.buffers import Buffers
+from kvist.model.experts import choose_experts
+from kvist.model.latent import attend_latents
 from kvist.model.weights import LayerWeights, ModelWeights
-from kvist.spec.model import Attention, LayerSpec, ModelSpec, Rope
+from kvist.spec.model import Attention, LatentAttention, LayerSpec, MixtureOfExperts, ModelSpec, Rope
 from kvist.spec.rope import attention_factor, inverse_frequencies
 
 
@@ -50,41 +51,23 @@ def layer_store(pool: Pool, layer: int) -> LayerStore:
     """The pool's bytes of one layer, as the kernels read them."""
     group = pool.group_of(layer)
     layout: Layout = group.layout
-    if not isinstance(layout.rows, KeyValue):
-        raise SpecError(f"layer {layer} leaves {layout.rows} in the cache: only keys and values can run")
-    rows = layout.rows
+    match layout.rows:
+        case KeyValue(heads, k_width, v_width):
+            pass
+        case Latent(rank, rotary):
+            heads, k_width, v_width = 1, rank + rotary, rank
+        case other:
+            raise SpecError(f"layer {layer} leaves {other} in the cache: keys and values, and latents, can run")
     return LayerStore(
         data=pool.data(layer),
         dtype=layout.dtype,
         block_size=layout.block_size,
-        num_kv_heads=rows.num_kv_heads,
-        head_dim=rows.head_dim,
-        v_head_dim=rows.v_head_dim,
+        num_kv_heads=heads,
+        head_dim=k_width,
+        v_head_dim=v_width,
         group=group.index,
+        value_in_key=isinstance(layout.rows, Latent),
     )
-
-
-class Buffers:
-    """The working memory of a step: the residual stream, one branch, projections, logits. Rows are tokens."""
-
-    def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType, tokens: int, rows: int) -> None:
-        """Allocate for at most ``tokens`` tokens and ``rows`` rows of logits a step."""
-        layers = [(layer.attention, layer.feed_forward) for layer in spec.layers]
-        kinds = [attention for attention, _ in layers if isinstance(attention, Attention)]
-        act, q_type = torch_dtype(dtype), torch_dtype(BFLOAT16 if kv_dtype == BFLOAT16 else FLOAT32)
-        qkv = max((a.num_heads + a.num_kv_heads) * a.head_dim + a.num_kv_heads * a.v_head_dim for a in kinds)
-        self.x = torch.empty(tokens, spec.hidden_size)
-        self.branch = torch.empty(tokens, spec.hidden_size)
-        self.qkv = torch.empty(tokens, qkv)
-        self.q = torch.empty(tokens, max(a.num_heads * a.head_dim for a in kinds), dtype=q_type)
-        self.attended = torch.empty(tokens, max(a.num_heads * a.v_head_dim for a in kinds), dtype=act)
-        self.gated = torch.empty(tokens, max(f.intermediate_size for _, f in layers), dtype=act)
-        self.logits = torch.empty(rows, spec.vocab_size)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(t.numel() * t.element_size() for t in vars(self).values())
 
 
 class Decoder:
@@ -155,15 +138,30 @@ class Decoder:
         return out
 
     def _layer(self, index: int, layer: LayerSpec, w: LayerWeights) -> list[Op]:
-        a, b, at = layer.attention, self.buffers, f"layer {index} "
-        assert isinstance(a, Attention)
+        at, a = f"layer {index} ", layer.attention
+        store = layer_store(self.pool, index)
+        table = self._table(a.rope) if a.rope is not None else (None, None)
+        values: Tensor
+        if isinstance(a, LatentAttention):
+            if w.latent is None:
+                raise SpecError(f"{at}has latent attention, but its weights were loaded without")
+            project, attend, values = attend_latents(at, a, w, w.latent, self.buffers, store, *table)
+        else:
+            project, attend, values = self._attend(at, a, w, store, table)
+        o = self._join(layer, Linear(at + "o", values, w.o, self.buffers.x, bias=w.o_bias), w.post_attention_norm)
+        up, down = self._feed_forward(at, layer, w)
+        # Parallel branches: the feed forward reads the stream before attention has added to it.
+        middle: list[Op] = [*up, *attend, *o] if layer.parallel else [*attend, *o, *up]
+        return [*project, *middle, *down]
+
+    def _attend(
+        self, at: str, a: Attention, w: LayerWeights, store: LayerStore, table: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[list[Op], list[Op], Tensor]:
+        """(projections of the stream, what follows them, values [T, H * Dv])."""
+        b = self.buffers
         qkv = b.qkv[:, : w.qkv.n]
         q = b.q[:, : a.num_heads * a.head_dim]
         attended = b.attended[:, : a.num_heads * a.v_head_dim]
-        gated = b.gated[:, : layer.feed_forward.intermediate_size]
-        store = layer_store(self.pool, index)
-        cos, sin = self._table(a.rope) if a.rope is not None else (None, None)
-        feed_forward = layer.feed_forward
         # A whole norm works on all heads at once, before the append; one for each head is the append's own.
         q_norm, k_norm = (None, None) if a.qk_norm_whole else (w.q_norm, w.k_norm)
         project: list[Op] = [Linear(at + "qkv", b.x, w.qkv, qkv, norm=w.input_norm, bias=w.qkv_bias)]
@@ -171,25 +169,40 @@ class Decoder:
             queries, keys = qkv[:, : q.shape[1]], qkv[:, q.shape[1] :][:, : a.num_kv_heads * a.head_dim]
             project.append(Normalise(at + "q norm", queries, w.q_norm, queries))
             project.append(Normalise(at + "k norm", keys, w.k_norm, keys))
-        up = Linear(
-            at + ("gate up" if feed_forward.gated else "up"),
-            b.x,
-            w.gate_up,
-            gated,
-            epilogue="glu" if feed_forward.gated else "act",
-            norm=w.pre_ffn_norm,
-            bias=w.gate_up_bias,
-            activation=feed_forward.activation,
-        )
         attend: list[Op] = [
-            Append(at + "append", qkv, q, store, a.num_heads, a.scale, cos, sin, q_norm, k_norm),
+            Append(at + "append", qkv, q, store, a.num_heads, a.scale, *table, q_norm, k_norm),
             Attend(at + "attend", q, attended, store, a.num_heads, a.window, a.sinks, a.softcap),
         ]
-        o = self._join(layer, Linear(at + "o", attended, w.o, b.x, bias=w.o_bias), w.post_attention_norm)
-        down = self._join(layer, Linear(at + "down", gated, w.down, b.x, bias=w.down_bias), w.post_ffn_norm)
-        # Parallel branches: the feed forward reads the stream before attention has added to it.
-        middle: list[Op] = [up, *attend, *o] if layer.parallel else [*attend, *o, up]
-        return [*project, *middle, *down]
+        return project, attend, attended
+
+    def _feed_forward(self, at: str, layer: LayerSpec, w: LayerWeights) -> tuple[list[Op], list[Op]]:
+        """(what reads the stream, what adds to it): one feed forward, or chosen ones and perhaps a shared one."""
+        feed, b = layer.feed_forward, self.buffers
+        up: list[Op] = []
+        down: list[Op] = []
+        if isinstance(feed, MixtureOfExperts):
+            if w.experts is None or layer.post_norms:
+                raise SpecError(f"{at}has experts whose weights were not loaded, or with a norm behind them: not known")
+            up, down = choose_experts(at, feed, w.experts, w.pre_ffn_norm, b, layer.residual_scale)
+            width, gated, at = feed.shared_size, True, at + "shared "
+        else:
+            width, gated = feed.intermediate_size, feed.gated
+        if w.gate_up is not None and w.down is not None:
+            out = b.gated[:, :width]
+            up.append(
+                Linear(
+                    at + ("gate up" if gated else "up"),
+                    b.x,
+                    w.gate_up,
+                    out,
+                    epilogue="glu" if gated else "act",
+                    norm=w.pre_ffn_norm,
+                    bias=w.gate_up_bias,
+                    activation=feed.activation,
+                )
+            )
+            down += self._join(layer, Linear(at + "down", out, w.down, b.x, bias=w.down_bias), w.post_ffn_norm)
+        return up, down
 
     def _join(self, layer: LayerSpec, branch: Linear, post: NormWeight | None) -> list[Op]:
         """The end of a branch: added to the stream, by way of its norm where there is one."""

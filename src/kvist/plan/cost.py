@@ -74,7 +74,7 @@ def piece(part: Part, widths: Widths, source_tokens: int | None = None) -> Piece
         case LatentRows(rank, rope):
             nbytes = widths.latent_row or widths.k.rows(1, rank + rope)
             formula = f"({rank} + {rope}) x {_each(widths.k)}" if widths.latent_row is None else f"{nbytes} B row"
-            return Piece(f"latent {rank} + rope key {rope}", nbytes, 0, None, 1, formula)
+            return Piece(f"latent {rank} + rope key {rope} = {rank + rope} values", nbytes, 0, None, 1, formula)
         case VectorRows(width, window, stride):
             what = f"one vector of {width} as key and value" + (f" per {stride} tokens" if stride > 1 else "")
             return Piece(what, widths.k.rows(1, width), 0, window, stride, f"{width} x {_each(widths.k)}")

@@ -76,10 +76,13 @@ def _from_config(config: Mapping[str, Any], assume_standard: bool) -> CacheSpec:
     if not spec.runnable:
         return spec
     try:
-        tensors = expected_tensors(model_spec(config))
+        runnable = model_spec(config)
+        tensors = expected_tensors(runnable)
     except KvistError:
         return spec  # An abridged config can be planned; what only running needs is missing.
     count, vectors = _count(tensors)
+    if runnable.fp8_block is not None:  # norms, embeddings and factors are not float8: the estimate stands
+        return replace(spec, parameters=count, vectors=vectors)
     width = {"float32": 4, "bfloat16": 2, "float16": 2}.get(spec.dtype or "", 2)
     told = f"exact: {count:,} elements x {width} B ({spec.dtype or '16 bits assumed'})"
     return replace(spec, parameters=count, vectors=vectors, weights_bytes=count * width, weights_source=told)

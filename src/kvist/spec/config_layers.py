@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvist.base.errors import BadValue
+from kvist.spec.config_feeds import feed_forwards, is_set
+from kvist.spec.config_latent import latent_attention
 from kvist.spec.config_rope import FULL, SLIDING, rope_of
-from kvist.spec.facts import DecoderFacts, Family, Flag
+from kvist.spec.facts import DecoderFacts, Family
 from kvist.spec.layer_kinds import layer_kinds
-from kvist.spec.model import Attention, FeedForward, LayerSpec, Norm, Rope
+from kvist.spec.model import Attention, LatentAttention, LayerSpec, Norm, Rope
 from kvist.spec.read import Fields
 from kvist.spec.rules import Windowed
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-}
-_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function", "activation")
-_INNER = ("intermediate_size", "n_inner", "ffn_hidden_size")
 
-
-def layers_of(family: Family, facts: DecoderFacts, fields: Fields, hidden: int, norm: Norm) -> tuple[LayerSpec, ...]:
+def layers_of(
+    family: Family, facts: DecoderFacts, fields: Fields, hidden: int, norm: Norm, residual_scale: float = 1.0
+) -> tuple[LayerSpec, ...]:
     """Every layer of a decoder. Raises as ``model_spec`` does."""
     num_layers = fields.integer(*family.cache.layers, high=10_000)
-    inner = fields.maybe_integer(*_INNER, high=2**24)
-    if inner is None and facts.ffn_factor is None:
-        raise fields.missing(*_INNER)
-    feed_forward = FeedForward(
-        inner or hidden * (facts.ffn_factor or 1),
-        _activation(fields, facts),
-        is_set(fields, facts.ffn_bias),
-        facts.gated,
-    )
     parallel = is_set(fields, facts.parallel)
     one_norm = facts.one_norm_unless is not None and parallel and _norms(fields, facts.one_norm_unless) == 1
-    scale = fields.maybe_number("residual_multiplier", high=1e6) if facts.multipliers else None
+    attentions: Sequence[Attention | LatentAttention]
+    if facts.latent is None:
+        attentions = _attentions(family, facts, fields, num_layers, hidden)
+    else:
+        num_heads = fields.integer(*family.cache.heads, high=2**16)
+        attentions = [latent_attention(facts, facts.latent, fields, num_heads, hidden)] * num_layers
     return tuple(
         LayerSpec(
             attention=attention,
@@ -50,30 +39,16 @@ def layers_of(family: Family, facts: DecoderFacts, fields: Fields, hidden: int, 
             pre_norms=facts.pre_norms,
             parallel=parallel,
             shared_norm=one_norm,
-            residual_scale=1.0 if scale is None else scale,
+            residual_scale=residual_scale,
         )
-        for attention in _attentions(family, facts, fields, num_layers, hidden)
+        for attention, feed_forward in zip(attentions, feed_forwards(facts, fields, num_layers, hidden), strict=True)
     )
-
-
-def is_set(fields: Fields, flag: Flag) -> bool:
-    """Whether ``flag`` holds in this config."""
-    return flag if isinstance(flag, bool) else fields.flag(flag[0], default=flag[1])
 
 
 def _norms(fields: Fields, flag: str) -> int:
     """How many norms parallel branches have: two where ``flag`` is set, unless a count says one."""
     two = fields.flag(flag, default=False)
     return fields.maybe_integer("num_ln_in_parallel_attn", low=1, high=2) or 2 if two else 1
-
-
-def _activation(fields: Fields, facts: DecoderFacts) -> str:
-    name = fields.maybe_text(*_ACTIVATION)
-    if name is None:
-        return facts.activation
-    if name not in _ACTIVATIONS:
-        raise BadValue(f"{fields.where}: activation {name!r} is not supported; use one of {', '.join(_ACTIVATIONS)}")
-    return "gelu_tanh" if name == "gelu" and facts.gelu_is_tanh else _ACTIVATIONS[name]
 
 
 def _attentions(family: Family, facts: DecoderFacts, fields: Fields, num_layers: int, hidden: int) -> list[Attention]:
@@ -91,7 +66,7 @@ def _attentions(family: Family, facts: DecoderFacts, fields: Fields, num_layers:
     if fields.flag("use_bidirectional_attention", default=False):
         raise BadValue(f"{fields.where}: use_bidirectional_attention is true; only causal attention can be run")
     scale = 1.0 / math.sqrt(fields.number("query_pre_attn_scalar") if facts.query_scalar else head_dim)
-    if facts.multipliers:
+    if facts.multipliers == "granite":
         scale = fields.maybe_number("attention_multiplier", high=1e6) or 1.0
     kinds = _kinds(family, facts, fields, num_layers)
     window = fields.integer("sliding_window", high=2**31) if SLIDING in kinds else None

@@ -6,11 +6,11 @@ import math
 
 from kvist.base.errors import BadValue
 from kvist.spec.facts import DecoderFacts
-from kvist.spec.model import LinearScaling, Llama3Scaling, LongRope, Rope, RopeScaling
+from kvist.spec.model import LinearScaling, Llama3Scaling, LongRope, Rope, RopeScaling, Yarn
 from kvist.spec.read import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_SCALINGS = ("default", "linear", "llama3", "longrope")
+_SCALINGS = ("default", "linear", "llama3", "longrope", "yarn")
 _FACTOR = ("partial_rotary_factor", "rotary_pct")
 
 
@@ -53,16 +53,44 @@ def _scaling(settings: Fields, fields: Fields, rotary_dim: int) -> RopeScaling |
             low, high = settings.number("low_freq_factor", high=1e6), settings.number("high_freq_factor", high=1e6)
             if low >= high:
                 raise BadValue(f"{settings.where}: low_freq_factor {low} must be below high_freq_factor {high}")
-            original = settings.maybe_integer("original_max_position_embeddings") or fields.integer(
-                "original_max_position_embeddings", "max_position_embeddings"
-            )
-            return Llama3Scaling(settings.number("factor", high=1e6), low, high, original)
+            return Llama3Scaling(settings.number("factor", high=1e6), low, high, _original(settings, fields))
+        case "yarn":
+            return _yarn(settings, fields)
         case "longrope" | "su":
             return _longrope(settings, fields, rotary_dim)
         case _:
             raise BadValue(
                 f"{settings.where}: rope scaling {kind!r} is not supported; supported are {', '.join(_SCALINGS)}"
             )
+
+
+def _original(settings: Fields, fields: Fields) -> int:
+    return settings.maybe_integer("original_max_position_embeddings") or fields.integer(
+        "original_max_position_embeddings", "max_position_embeddings"
+    )
+
+
+def _yarn(settings: Fields, fields: Fields) -> Yarn:
+    fast = settings.maybe_number("beta_fast", high=1e6)
+    slow = settings.maybe_number("beta_slow", high=1e6)
+    # A zero switches a factor off, as an absent field does.
+    names = ("mscale", "mscale_all_dim")
+    mscale, all_dim = (settings.maybe_number(n, high=1e3) if settings.get(n) != 0 else None for n in names)
+    if (mscale is None) != (all_dim is None) and mscale != 1.0:
+        raise BadValue(
+            f"{settings.where}: mscale = {mscale} and mscale_all_dim = {all_dim}: implementations disagree about one "
+            "of them without the other; give both or none"
+        )
+    return Yarn(
+        factor=settings.number("factor", high=1e6),
+        original_max_position=_original(settings, fields),
+        beta_fast=32.0 if fast is None else fast,
+        beta_slow=1.0 if slow is None else slow,
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+        attention_factor=settings.maybe_number("attention_factor", high=1e3),
+        truncate=settings.flag("truncate", default=True),
+    )
 
 
 def _longrope(settings: Fields, fields: Fields, rotary_dim: int) -> LongRope:

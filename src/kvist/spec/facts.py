@@ -13,17 +13,49 @@ Flag = bool | tuple[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """Where a family's config says what its experts are.
+
+    ``count``, ``width``, ``shared``: fields of the number of experts, of the width of one, and of how many more run as
+    one shared feed forward. ``methods``: values of ``topk_method`` to how a group is scored (None: no groups); the
+    first stands where the field is absent. ``correction_bias``: the router has a bias for choices only. ``scale``:
+    the field of a factor on all gates.
+    """
+
+    count: tuple[str, ...]
+    width: tuple[str, ...]
+    scoring: str = "softmax"
+    methods: Mapping[str, str | None] = field(default_factory=lambda: {"greedy": None})
+    normalise: Flag = ("norm_topk_prob", False)
+    correction_bias: bool = False
+    shared: str | None = None
+    scale: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFacts:
+    """What multi-head latent attention of a family needs beyond the sizes in its config.
+
+    ``interleaved``: whether the rows of rotated pairs are stored as neighbours.
+    """
+
+    interleaved: Flag = True
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderFacts:
     """What running a family needs beyond the sizes in its config.
 
     ``rope_theta`` and ``local_rope_theta``: bases where the config gives none. ``norm_offset`` holds for HF weights;
     GGUF files of Gemma have the 1 added already. ``gguf_permuted_qk``: q and k rows are interleaved in GGUF files.
-    ``gelu_is_tanh``: old configs say ``gelu`` and mean its tanh form. ``multipliers``: the config scales embedding,
-    attention, residual and logits. ``no_rope_step``: every step-th layer has no rotation where no list says which.
-    ``attn_softcap`` and ``logit_softcap``: the class's soft caps. A family without the first caps no scores, and only
-    one with ``caps_logits`` its logits; a config that says otherwise is refused. ``one_norm_unless``: parallel branches
-    share a norm unless this flag is set. ``required``: flags that must have this value, else the model is refused.
-    ``absent``: what the class gives to fields that published configs leave out.
+    ``gelu_is_tanh``: old configs say ``gelu`` and mean its tanh form. ``multipliers``: how the config scales embedding,
+    residual and logits: ``granite`` (each by a field of its own, attention too) or ``depth`` (MiniCPM: the residual by
+    scale_depth over the root of the layers, logits by dim_model_base over the hidden size). ``no_rope_step``: every
+    step-th layer has no rotation where no list says which. ``attn_softcap`` and ``logit_softcap``: the class's soft
+    caps. A family without the first caps no scores, and only one with ``caps_logits`` its logits; a config that says
+    otherwise is refused. ``one_norm_unless``: parallel branches share a norm unless this flag is set. ``required``:
+    flags that must have this value, else the model is refused. ``only``: fields that may be absent or have one of these
+    values. ``absent``: what the class gives to fields that published configs leave out.
     """
 
     activation: str = "silu"
@@ -45,7 +77,7 @@ class DecoderFacts:
     scaled_embedding: bool = False
     tied_embeddings: bool = False
     query_scalar: bool = False
-    multipliers: bool = False
+    multipliers: str | None = None
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     caps_logits: bool = False
@@ -62,7 +94,10 @@ class DecoderFacts:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     required: Mapping[str, bool] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
+    experts: ExpertFacts | None = None
+    latent: LatentFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

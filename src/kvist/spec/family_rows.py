@@ -81,7 +81,7 @@ ROWS: tuple[Row, ...] = (
     ("nemotron_nas", ("nemotron-nas", "deci"), ("deci",), CacheRule(Blocks("block_configs"))),
     ("nemotron", ("nemotron",), ("nemotron",), PLAIN),
     ("ministral", ("ministral",), (), replace(WINDOWED, window_given=True)),
-    ("mixtral", ("mixtral", "phimoe"), ("phimoe",), WINDOWED),
+    ("phimoe", ("phimoe",), ("phimoe",), WINDOWED),
     ("ministral3", ("ministral3", "mistral3", "mistral4_text"), ("mistral3",), replace(WINDOWED, head_dim_given=True)),
     ("mistral4", ("mistral4",), (), LATENT),
     (
@@ -91,8 +91,8 @@ ROWS: tuple[Row, ...] = (
         GATED_WINDOW,
     ),
     (
-        "qwen3_moe",
-        ("qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "mimo"),
+        "qwen3_vl",
+        ("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "mimo"),
         ("qwen3moe", "qwen3vl", "qwen3vlmoe", "mimo"),
         WIDE_GATED_WINDOW,
     ),
@@ -119,8 +119,8 @@ ROWS: tuple[Row, ...] = (
     ("phi4_multimodal", ("phi4_multimodal", "phi4mm"), (), WINDOWED),
     ("phi4flash", ("phi4flash",), (), CacheRule(Halves("mb_per_layer"), state=MAMBA1, window_given=True)),
     (
-        "deepseek_v2",
-        ("deepseek_v2", "deepseek_v3", "deepseek_vl_v2", "kimi_k2", "kimi_k25", "kimi_vl", "glm4_moe_lite", "minicpm3"),
+        "deepseek_vl_v2",
+        ("deepseek_vl_v2", "kimi_k2", "kimi_k25", "kimi_vl", "glm4_moe_lite"),
         ("deepseek2", "minicpm3"),
         LATENT,
     ),
@@ -143,7 +143,7 @@ ROWS: tuple[Row, ...] = (
     ("gpt_oss", ("gpt_oss",), ("gpt-oss",), CacheRule(Periodic(2), head_dim_given=True, window_given=True)),
     (
         "granitemoe",
-        ("granitemoe", "granitemoeshared", "olmo", "olmoe", "cohere", "persimmon"),
+        ("granitemoe", "granitemoeshared", "olmo", "cohere", "persimmon"),
         ("granitemoe", "olmo", "olmoe", "command-r"),
         PLAIN,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ def model_spec(config: Mapping[str, Any] | str | Path) -> ModelSpec:
             f"{fields.where}: {family.name} can be planned (`kvist plan`), but not run yet;"
             f" runnable: {runnable_names()}"
         )
-    refuse_quantised(fields, outer)
+    fp8_block = float8_block(fields, outer)
     if not fields.defaults:
         fields = Fields(fields.data, fields.where, family.decoder.absent)
-    return _decoder(family, family.decoder, fields, outer)
+    return _decoder(family, family.decoder, fields, outer, fp8_block)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -77,17 +78,24 @@ def locate(config: Mapping[str, Any]) -> tuple[Family, Fields, Fields]:
     return family, Fields(inner.data, "config.json: text_config", family.class_defaults), outer
 
 
-def _decoder(family: Family, facts: DecoderFacts, fields: Fields, outer: Fields) -> ModelSpec:
+def _decoder(
+    family: Family, facts: DecoderFacts, fields: Fields, outer: Fields, fp8_block: tuple[int, int] | None
+) -> ModelSpec:
     for name, value in facts.required.items():
         if fields.flag(name, default=value) != value:
             raise BadValue(f"{fields.where}: {name} is {str(not value).lower()}: such a {family.name} cannot be run")
+    for name, allowed in facts.only.items():
+        value = fields.get(name)
+        if value is not None and value not in allowed:
+            known = " or ".join(map(repr, allowed)) or "null"
+            raise BadValue(f"{fields.where}: {name} = {value!r} cannot be run in {family.name}; only {known}")
     hidden = fields.integer(*family.cache.hidden, high=2**20)
     is_layer_norm = facts.norm == "layer"
     norm = Norm(facts.norm, fields.number(*facts.norm_eps, high=1.0), facts.norm_offset, bias=is_layer_norm)
-    layers = layers_of(family, facts, fields, hidden, norm)
+    multipliers = _multipliers(facts, fields, hidden, fields.integer(*family.cache.layers, high=10_000))
+    layers = layers_of(family, facts, fields, hidden, norm, multipliers.residual)
     max_position = fields.integer(*MAX_POSITION, high=2**31)
     architectures = outer.maybe_list("architectures")
-    multipliers = _multipliers(fields) if facts.multipliers else (1.0, 1.0)
     return ModelSpec(
         architecture=str(architectures[0]) if architectures else family.name,
         family=family.name,
@@ -98,36 +106,68 @@ def _decoder(family: Family, facts: DecoderFacts, fields: Fields, outer: Fields)
         max_position=max_position,
         tied_embeddings=_either(fields, outer, "tie_word_embeddings", facts.tied_embeddings),
         dtype=fields.maybe_text("dtype", "torch_dtype") or outer.maybe_text("dtype", "torch_dtype") or "float32",
-        embedding_scale=math.sqrt(hidden) if facts.scaled_embedding else multipliers[0],
-        logit_scale=1.0 / multipliers[1],
+        embedding_scale=math.sqrt(hidden) if facts.scaled_embedding else multipliers.embedding,
+        logit_scale=multipliers.logits,
         logit_softcap=softcap(family, fields, "final_logit_softcapping", facts.logit_softcap, facts.caps_logits),
         learned_positions=max_position if facts.learned_positions else None,
         bos_token_id=_bos(facts, fields, outer),
         eos_token_ids=_eos(facts, fields, outer),
+        mtp_layers=fields.maybe_integer(*family.cache.mtp, low=0, high=64) or 0,
+        fp8_block=fp8_block,
         notes=tuple(f"{name} = {value} is the class default" for name, value in sorted(fields.assumed.items())),
     )
 
 
-def _multipliers(fields: Fields) -> tuple[float, float]:
-    """(factor of the embedding, divisor of the logits)."""
-    found = (fields.maybe_number(name, high=1e6) for name in ("embedding_multiplier", "logits_scaling"))
-    embedding, logits = (1.0 if value is None else value for value in found)
-    return embedding, logits
+@dataclass(frozen=True, slots=True)
+class _Multipliers:
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
 
 
-def refuse_quantised(fields: Fields, outer: Fields) -> None:
-    """SpecError, by the method's name, for a checkpoint whose matrices are packed in a way that is not read yet."""
+def _multipliers(facts: DecoderFacts, fields: Fields, hidden: int, num_layers: int) -> _Multipliers:
+    """The factors of a config that scales its embedding, the output of its branches, and its logits."""
+
+    def of(name: str) -> float | None:
+        return fields.maybe_number(name, high=1e6)
+
+    if facts.multipliers == "granite":
+        names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        embedding, residual, divisor = (1.0 if (value := of(name)) is None else value for name in names)
+        return _Multipliers(embedding, residual, 1.0 / divisor)
+    if facts.multipliers == "depth":
+        depth, base = of("scale_depth"), of("dim_model_base")
+        return _Multipliers(
+            embedding=fields.number("scale_emb", high=1e6),
+            residual=1.0 if depth is None else depth / math.sqrt(num_layers),
+            logits=1.0 if base is None else base / hidden,
+        )
+    return _Multipliers()
+
+
+def float8_block(fields: Fields, outer: Fields) -> tuple[int, int] | None:
+    """Rows and columns that share a factor in a float8 checkpoint; None for one that is not quantised.
+
+    SpecError, by the method's name, for a checkpoint whose matrices are packed in another way.
+    """
     for source in (fields, outer):
         settings = source.maybe_group("quantization_config")
         if settings is None:
             continue
         method = settings.maybe_text("quant_method", "quant_algo") or "unnamed"
+        block = settings.maybe_list("weight_block_size")
+        if method == "fp8" and block is not None and settings.maybe_text("fmt") in (None, "e4m3"):
+            if len(block) != 2:
+                raise BadValue(f"{settings.where}: weight_block_size has {len(block)} extents; 2 are needed")
+            rows, columns = (settings.as_integer(f"weight_block_size[{i}]", n, 1, 2**16) for i, n in enumerate(block))
+            return rows, columns
         bits = settings.maybe_integer("bits", "num_bits", high=64)
         width = f", {bits} bits" if bits else ""
         raise SpecError(
             f"{source.where}: this checkpoint is quantised ({method}{width}), and that cannot be run from safetensors: "
-            "use the unquantised checkpoint, or a GGUF file of the model"
+            "use the unquantised checkpoint, one in float8 with a factor for each block, or a GGUF file of the model"
         )
+    return None
 
 
 def _either(fields: Fields, outer: Fields, name: str, default: bool) -> bool:

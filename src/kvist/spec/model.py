@@ -39,7 +39,27 @@ class LongRope:
     chosen: str | None = None
 
 
-RopeScaling = LinearScaling | Llama3Scaling | LongRope
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN (Peng et al., 2023): fast channel pairs stay, slow ones are divided by ``factor``, a ramp joins the two.
+
+    A pair is fast when it turns more than ``beta_fast`` times within ``original_max_position``, slow when fewer than
+    ``beta_slow`` times. ``truncate``: the ramp begins and ends at whole pairs. ``mscale`` and ``mscale_all_dim`` (both
+    or none) and ``attention_factor`` are as the checkpoint gives them: ``spec.rope.attention_factor`` says what cos and
+    sin are multiplied by, ``spec.rope.score_factor`` what DeepSeek's softmax scale is.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+RopeScaling = LinearScaling | Llama3Scaling | LongRope | Yarn
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +99,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, 2024): a token leaves c_KV and one rotated k_R, shared by all heads."""
+    """Multi-head latent attention (DeepSeek-V2, 2024): a token leaves c_KV and one rotated k_R, shared by all heads.
+
+    ``scale`` is that of the expanded key, YaRN's factor included. ``q_lora_rank`` None: queries are projected in one
+    step. ``bias``: on the projections down to the latents and on the output. ``latent_eps``: of the norms between the
+    two steps, which checkpoints do not give. ``interleaved``: the file's rotated rows pair (2j, 2j + 1); loading puts
+    them in half-split order.
+    """
 
     num_heads: int
     q_lora_rank: int | None
@@ -89,6 +115,14 @@ class LatentAttention:
     v_head_dim: int
     scale: float
     rope: Rope | None = None
+    bias: bool = False
+    latent_eps: float = 1e-6
+    interleaved: bool = False
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query's head, and of an expanded key's."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +136,31 @@ class FeedForward:
     activation: str
     bias: bool = False
     gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """A router chooses ``top_k`` of ``num_experts`` gated feed forwards for each token; a shared one may always run.
+
+    ``intermediate_size`` is one expert's, ``shared_size`` that of the shared feed forward (0: none). Scores are the
+    ``scoring`` (``softmax`` over all experts, or ``sigmoid``) of the router's logits; choices go by the score plus a
+    bias of the expert's own where ``correction_bias``. With ``groups`` > 1 only the ``top_groups`` best groups can be
+    chosen from; a group's score is its ``max``, or the sum of its two best (``top2``). Gates are the unbiased scores,
+    divided by their sum when ``normalise``, times ``scale``.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: str
+    shared_size: int = 0
+    scoring: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    correction_bias: bool = False
+    normalise: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +186,7 @@ class LayerSpec:
     """
 
     attention: Attention | LatentAttention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | MixtureOfExperts
     norm: Norm
     post_norms: bool = False
     pre_norms: bool = True
@@ -141,7 +200,8 @@ class ModelSpec:
     """A whole decoder. ``family`` is the row of the family table it came from; ``dtype`` the checkpoint's own type.
 
     ``learned_positions``: a vector for each of that many positions is added to the embedding. Logits are multiplied by
-    ``logit_scale``, then capped.
+    ``logit_scale``, then capped. ``mtp_layers`` layers for multi-token prediction follow in the file and are not read.
+    ``fp8_block``: rows and columns that share one factor in matrices stored as float8.
     """
 
     architecture: str
@@ -160,6 +220,8 @@ class ModelSpec:
     notes: tuple[str, ...] = field(default=())
     learned_positions: int | None = None
     logit_scale: float = 1.0
+    mtp_layers: int = 0
+    fp8_block: tuple[int, int] | None = None
 
     @property
     def num_layers(self) -> int:

@@ -1,7 +1,7 @@
 """Tensor names as data: one canonical name per role, its HF and GGUF spellings, and the shape the spec gives it.
 
 Canonical names: ``embed``, ``positions``, ``final_norm``, ``head``, and ``layers.<i>.<role>`` with the roles of
-``LAYER_ROLES``, or ``qkv`` and ``gate_up`` where a file stores them fused; a bias is the role with ``.bias`` behind it.
+``layer_tensors`` (``experts.<n>.gate`` and the like for an expert's); a bias is the role with ``.bias`` behind it.
 Shapes are [rows, columns] = [out, in].
 """
 
@@ -11,25 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from kvist.base.errors import SpecError, WeightsError
-from kvist.spec.model import Attention, LayerSpec, ModelSpec, Norm
-from kvist.spec.spellings import Scheme, scheme_of
-
-LAYER_ROLES = (
-    "input_norm",
-    "q",
-    "k",
-    "v",
-    "q_norm",
-    "k_norm",
-    "o",
-    "post_attention_norm",
-    "pre_ffn_norm",
-    "gate",
-    "up",
-    "down",
-    "post_ffn_norm",
-)
+from kvist.base.errors import WeightsError
+from kvist.spec.layer_tensors import BARE, WIDE, layer_tensors
+from kvist.spec.model import Attention, LayerSpec, ModelSpec
+from kvist.spec.spellings import scheme_of, spelled
 
 # A multimodal checkpoint puts the decoder below one of these; both orders have been published.
 _HF_PREFIXES = (
@@ -53,7 +38,9 @@ class ExpectedTensor:
     """A tensor that the spec asks for, under the file's ``name``.
 
     ``optional``: a head that is tied, and so may be absent and is not loaded. ``grouped`` (query heads, kv heads, head
-    width): the file's rows go kv head by kv head, see ``grouped_rows``. ``transposed``: stored as [columns, rows].
+    width): the file's rows go kv head by kv head, see ``grouped_rows``. ``interleaved`` (blocks, plain rows, rotated
+    rows): in each block, rotated rows follow plain ones as neighbouring pairs. ``transposed``: stored as [columns,
+    rows]. ``wide``: held as float32 always.
     """
 
     canonical: str
@@ -62,6 +49,8 @@ class ExpectedTensor:
     optional: bool = False
     grouped: tuple[int, int, int] | None = None
     transposed: bool = False
+    interleaved: tuple[int, int, int] | None = None
+    wide: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -99,31 +88,31 @@ def expected_tensors(spec: ModelSpec, form: str = "hf") -> dict[str, ExpectedTen
     wide = (spec.vocab_size, spec.hidden_size)
 
     def add(tensor: ExpectedTensor, bias: bool = False) -> None:
-        tensors[tensor.canonical] = replace(tensor, name=f"{tensor.name}.weight")
+        tensors[tensor.canonical] = tensor
         if bias:
-            name = f"{tensor.canonical}.bias"
-            tensors[name] = ExpectedTensor(name, tensor.shape[:1], f"{tensor.name}.bias", grouped=tensor.grouped)
+            name, spelled_as = f"{tensor.canonical}.bias", tensor.name.removesuffix(".weight") + ".bias"
+            tensors[name] = replace(tensor, canonical=name, shape=tensor.shape[:1], name=spelled_as, transposed=False)
 
-    add(ExpectedTensor("embed", wide, top.embed))
+    add(ExpectedTensor("embed", wide, f"{top.embed}.weight"))
     if spec.learned_positions is not None:
-        add(ExpectedTensor("positions", (spec.learned_positions, spec.hidden_size), top.positions))
+        add(ExpectedTensor("positions", (spec.learned_positions, spec.hidden_size), f"{top.positions}.weight"))
     for index, layer in enumerate(spec.layers):
         scheme = scheme_of(spec, layer, form)
-        prefix = scheme.layer.format(index)
-        for role, shape, bias in _layer_shapes(spec, layer, scheme):
-            fused = {"qkv": scheme.qkv, "gate_up": scheme.gate_up}.get(role)
-            add(
-                ExpectedTensor(
-                    f"layers.{index}.{role}",
-                    shape,
-                    prefix + (fused or scheme.roles[role]),
-                    grouped=_groups(layer) if role == "qkv" and scheme.grouped else None,
-                    transposed=scheme.transposed and len(shape) > 1,
-                ),
-                bias,
+        prefix, at = scheme.layer.format(index), f"layers.{index}."
+        for part in layer_tensors(spec, layer, scheme):
+            role = part.role
+            tensor = ExpectedTensor(
+                at + role,
+                part.shape,
+                f"{prefix}{spelled(scheme, role)}{'' if role in BARE else '.weight'}",
+                grouped=_groups(layer) if role == "qkv" and scheme.grouped else None,
+                transposed=scheme.transposed and len(part.shape) > 1,
+                interleaved=part.interleaved,
+                wide=role in WIDE,
             )
-    add(ExpectedTensor("final_norm", (spec.hidden_size,), top.final_norm), spec.norm.bias)
-    add(ExpectedTensor("head", wide, top.head, optional=spec.tied_embeddings))
+            add(tensor, part.bias)
+    add(ExpectedTensor("final_norm", (spec.hidden_size,), f"{top.final_norm}.weight"), spec.norm.bias)
+    add(ExpectedTensor("head", wide, f"{top.head}.weight", optional=spec.tied_embeddings))
     return tensors
 
 
@@ -131,44 +120,6 @@ def _groups(layer: LayerSpec) -> tuple[int, int, int]:
     attention = layer.attention
     assert isinstance(attention, Attention)
     return attention.num_heads, attention.num_kv_heads, attention.head_dim
-
-
-def _layer_shapes(spec: ModelSpec, layer: LayerSpec, scheme: Scheme) -> list[tuple[str, tuple[int, ...], bool]]:
-    """(role, shape, has a bias) of one layer."""
-    attention, width = layer.attention, layer.feed_forward.intermediate_size
-    if not isinstance(attention, Attention):
-        raise SpecError(f"{spec.architecture}: layers of kind {type(attention).__name__} can be planned, not loaded")
-    hidden, h, g = spec.hidden_size, attention.num_heads, attention.num_kv_heads
-    qkv, ffn = attention.qkv_bias, layer.feed_forward.bias
-    shapes: list[tuple[str, tuple[int, ...], bool]] = []
-
-    def norm(role: str, width: int, norm: Norm = layer.norm) -> None:
-        shapes.append((role, (width,), norm.bias))
-
-    if layer.pre_norms:
-        norm("input_norm", hidden)
-    rows = (h * attention.head_dim, g * attention.head_dim, g * attention.v_head_dim)
-    if scheme.qkv:
-        shapes.append(("qkv", (sum(rows), hidden), qkv))
-    else:
-        shapes += [(role, (count, hidden), qkv) for role, count in zip(("q", "k", "v"), rows, strict=True)]
-    if attention.qk_norm:
-        whole = attention.qk_norm_whole
-        norm("q_norm", rows[0] if whole else attention.head_dim)
-        norm("k_norm", rows[1] if whole else attention.head_dim)
-    shapes.append(("o", (hidden, h * attention.v_head_dim), attention.out_bias))
-    if layer.post_norms:
-        norm("post_attention_norm", hidden)
-    if layer.pre_norms and not layer.shared_norm:
-        norm("pre_ffn_norm", hidden)
-    if layer.feed_forward.gated and scheme.gate_up:
-        shapes.append(("gate_up", (2 * width, hidden), ffn))
-    else:
-        shapes += [(role, (width, hidden), ffn) for role in (("gate", "up") if layer.feed_forward.gated else ("up",))]
-    shapes.append(("down", (hidden, width), ffn))
-    if layer.post_norms:
-        norm("post_ffn_norm", hidden)
-    return shapes
 
 
 def match_names(
@@ -186,7 +137,7 @@ def match_names(
     for name in names:
         tensor = by_file_name.get(_plain(name) if form == "hf" else name)
         if tensor is None:
-            if not _IGNORED[form].search(name):
+            if not _IGNORED[form].search(name) and not _is_extra_layer(spec, _plain(name), form):
                 extra.append(name)
         elif not (tensor.canonical == "head" and spec.tied_embeddings):
             found[tensor.canonical] = name
@@ -201,6 +152,12 @@ def match_names(
         if shapes is not None and tuple(shapes[found[name]]) != expected[name].stored_shape
     ]
     return NameMatch(found, tuple(missing), tuple(extra), tuple(misshaped))
+
+
+def _is_extra_layer(spec: ModelSpec, name: str, form: str) -> bool:
+    """Whether ``name`` belongs to a layer for multi-token prediction, which follows those of the decoder."""
+    prefix = scheme_of(spec, spec.layers[0], form).layer
+    return any(name.startswith(prefix.format(spec.num_layers + i)) for i in range(spec.mtp_layers))
 
 
 def _plain(name: str) -> str:
@@ -229,3 +186,14 @@ def grouped_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
     for part in (per_group, per_group + 1):
         heads += [g * (per_group + 2) + part for g in range(num_kv_heads)]
     return [head * head_dim + d for head in heads for d in range(head_dim)]
+
+
+def row_order(tensor: ExpectedTensor) -> list[int] | None:
+    """The file's row of each row of the spec's order; None where they are the same."""
+    if tensor.grouped is not None:
+        return grouped_rows(*tensor.grouped)
+    if tensor.interleaved is None:
+        return None
+    blocks, plain, rotated = tensor.interleaved
+    block = [*range(plain), *(plain + row for row in half_split_rows(1, rotated))]
+    return [index * (plain + rotated) + row for index in range(blocks) for row in block]

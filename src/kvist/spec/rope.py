@@ -7,7 +7,7 @@ import struct
 from dataclasses import replace
 
 from kvist.base.errors import BadValue
-from kvist.spec.model import Attention, LinearScaling, Llama3Scaling, LongRope, ModelSpec, Rope
+from kvist.spec.model import LinearScaling, Llama3Scaling, LongRope, ModelSpec, Rope, Yarn
 
 _FLOAT32 = struct.Struct("<f")
 
@@ -37,12 +37,35 @@ def inverse_frequencies(rope: Rope) -> tuple[float, ...]:
             return tuple(_llama3(f, scaling) for f in plain)
         case LongRope() as scaling:
             return _longrope(rope, scaling)
+        case Yarn() as scaling:
+            return _yarn(rope, scaling)
     raise BadValue(f"rope scaling {rope.scaling!r} has no rule")
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cos and sin are multiplied by: 1, or what LongRoPE says."""
-    return rope.scaling.attention_factor if isinstance(rope.scaling, LongRope) else 1.0
+    """What cos and sin are multiplied by: 1, or what LongRoPE or YaRN say."""
+    match rope.scaling:
+        case LongRope(attention_factor=factor):
+            return factor
+        case Yarn(attention_factor=float(factor)):
+            return factor
+        case Yarn(factor, mscale=float(mscale), mscale_all_dim=float(all_dim)):
+            return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+        case Yarn(factor):
+            return yarn_mscale(factor, 1.0)
+    return 1.0
+
+
+def score_factor(rope: Rope | None) -> float:
+    """What a DeepSeek softmax scale is multiplied by: the square of YaRN's factor by ``mscale_all_dim``, else 1."""
+    if rope is None or not isinstance(rope.scaling, Yarn) or rope.scaling.mscale_all_dim is None:
+        return 1.0
+    return yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) ** 2
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's temperature, 0.1 m ln(factor) + 1, of a context stretched by ``factor``."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def fix_context(spec: ModelSpec, ctx_size: int) -> ModelSpec:
@@ -55,7 +78,7 @@ def fix_context(spec: ModelSpec, ctx_size: int) -> ModelSpec:
     for layer in spec.layers:
         attention = layer.attention
         rope = attention.rope
-        if rope is not None and isinstance(rope.scaling, LongRope) and isinstance(attention, Attention):
+        if rope is not None and isinstance(rope.scaling, LongRope):
             if rope not in fixed:
                 chosen = "long" if ctx_size > rope.scaling.original_max_position else "short"
                 fixed[rope] = replace(rope, scaling=replace(rope.scaling, chosen=chosen))
@@ -97,3 +120,31 @@ def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
     smooth = round_float32(round_float32(turns - scaling.low_freq_factor) / span)
     slow = round_float32(round_float32(round_float32(1 - smooth) * frequency) / scaling.factor)
     return round_float32(slow + round_float32(smooth * frequency))
+
+
+def _yarn(rope: Rope, scaling: Yarn) -> tuple[float, ...]:
+    """Every pair's frequency lies between its own and the divided one, by a ramp over the pairs."""
+    low, high = _ramp(rope, scaling)
+    span = round_float32(high - low)
+    found = []
+    for pair in range(rope.rotary_dim // 2):
+        power = round_float32(math.pow(rope.theta, round_float32(2 * pair / rope.rotary_dim)))
+        kept, divided = round_float32(1.0 / power), round_float32(1.0 / round_float32(scaling.factor * power))
+        share = 1.0 - min(1.0, max(0.0, round_float32(round_float32(pair - low) / span)))
+        share = round_float32(share)
+        found.append(round_float32(round_float32(divided * round_float32(1.0 - share)) + round_float32(kept * share)))
+    return tuple(found)
+
+
+def _ramp(rope: Rope, scaling: Yarn) -> tuple[float, float]:
+    """The pairs at which the ramp begins and ends: where a pair turns beta_fast and beta_slow times."""
+
+    def pair(turns: float) -> float:
+        wavelengths = scaling.original_max_position / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(wavelengths) / (2 * math.log(rope.theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    return (low, high + 0.001) if low == high else (low, high)

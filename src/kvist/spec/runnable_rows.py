@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvist.spec.facts import DecoderFacts, Family
-from kvist.spec.family_rows import GATED_WINDOW, PLAIN, WIDE, WIDE_GATED_WINDOW, WINDOWED
+from kvist.spec.facts import DecoderFacts, ExpertFacts, Family, LatentFacts
+from kvist.spec.family_rows import GATED_WINDOW, LATENT, PLAIN, WIDE, WIDE_GATED_WINDOW, WINDOWED
 from kvist.spec.rules import CacheRule, Periodic
 
 _GEMMA = DecoderFacts(
@@ -131,7 +131,7 @@ RUNNABLE: tuple[Family, ...] = (
         gguf=("granite",),
         cache=PLAIN,
         decoder=DecoderFacts(
-            ffn_bias=("mlp_bias", False), multipliers=True, gguf_permuted_qk=True, bos_token_id=1, eos_token_id=2
+            ffn_bias=("mlp_bias", False), multipliers="granite", gguf_permuted_qk=True, bos_token_id=1, eos_token_id=2
         ),
     ),
     Family(
@@ -217,6 +217,94 @@ RUNNABLE: tuple[Family, ...] = (
             eos_token_id=11,
             required={"alibi": False},
             absent={"max_position_embeddings": 2048},
+        ),
+    ),
+    Family(
+        name="mixtral",
+        model_types=("mixtral",),
+        cache=WINDOWED,
+        decoder=DecoderFacts(
+            qkv_bias=False,
+            out_bias=False,
+            windows=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            experts=ExpertFacts(("num_local_experts",), ("intermediate_size",), normalise=True),
+        ),
+    ),
+    Family(
+        name="qwen3_moe",
+        model_types=("qwen3_moe",),
+        cache=WIDE_GATED_WINDOW,
+        decoder=DecoderFacts(
+            qk_norm=True,
+            windows=True,
+            experts=ExpertFacts(("num_experts", "num_local_experts"), ("moe_intermediate_size",)),
+        ),
+    ),
+    Family(
+        name="olmoe",
+        model_types=("olmoe",),
+        cache=PLAIN,
+        decoder=DecoderFacts(
+            qk_norm=True,
+            qk_norm_whole=True,
+            eos_token_id=50_279,
+            only={"clip_qkv": ()},
+            experts=ExpertFacts(("num_experts", "num_local_experts"), ("intermediate_size",)),
+        ),
+    ),
+    Family(  # V2 and V2-Lite. Its original code does not scale gates that it normalises, and no checkpoint does either.
+        name="deepseek_v2",
+        model_types=("deepseek_v2",),
+        cache=LATENT,
+        decoder=DecoderFacts(
+            bos_token_id=100_000,
+            eos_token_id=100_001,
+            only={"moe_layer_freq": (1,), "norm_topk_prob": (False,), "mlp_bias": (False,)},
+            latent=LatentFacts(),
+            experts=ExpertFacts(
+                ("n_routed_experts",),
+                ("moe_intermediate_size",),
+                methods={"greedy": None, "group_limited_greedy": "max"},
+                normalise=False,
+                shared="n_shared_experts",
+                scale="routed_scaling_factor",
+            ),
+        ),
+    ),
+    Family(
+        name="deepseek_v3",
+        model_types=("deepseek_v3",),
+        cache=LATENT,
+        decoder=DecoderFacts(
+            bos_token_id=0,
+            eos_token_id=1,
+            only={"moe_layer_freq": (1,)},
+            latent=LatentFacts(interleaved=("rope_interleave", True)),
+            experts=ExpertFacts(
+                ("n_routed_experts",),
+                ("moe_intermediate_size",),
+                scoring="sigmoid",
+                methods={"noaux_tc": "top2"},
+                normalise=("norm_topk_prob", True),
+                correction_bias=True,
+                shared="n_shared_experts",
+                scale="routed_scaling_factor",
+            ),
+        ),
+    ),
+    Family(
+        name="minicpm3",
+        model_types=("minicpm3",),
+        cache=LATENT,
+        decoder=DecoderFacts(
+            tied_embeddings=True,
+            multipliers="depth",
+            bos_token_id=1,
+            eos_token_id=2,
+            only={"mlp_bias": (False,)},
+            latent=LatentFacts(interleaved=False),
         ),
     ),
 )

@@ -1,6 +1,7 @@
 """How each family spells its tensors, as data: HF and GGUF names of every role, and which of them are fused.
 
-A scheme without ``qkv`` stores q, k and v apart; without ``gate_up``, gate and up. ``grouped``: the fused qkv holds, kv
+A scheme without ``qkv`` stores q, k and v apart; without ``gate_up``, gate and up. Of an expert's tensors, ``{}`` is
+the expert's number. ``grouped``: the fused qkv holds, kv
 head by kv head, the queries that read it, its key and its value. ``transposed``: matrices are stored [in, out].
 """
 
@@ -39,6 +40,20 @@ _COMMON = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "q_a": "self_attn.q_a_proj",
+    "q_a_norm": "self_attn.q_a_layernorm",
+    "q_b": "self_attn.q_b_proj",
+    "kv_a": "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "self_attn.kv_a_layernorm",
+    "kv_b": "self_attn.kv_b_proj",
+    "router": "mlp.gate",
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    "experts.gate": "mlp.experts.{}.gate_proj",
+    "experts.up": "mlp.experts.{}.up_proj",
+    "experts.down": "mlp.experts.{}.down_proj",
+    "shared_gate": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
 }
 # Without post norms the norm before the feed forward is called post_attention_layernorm; with them that name is taken.
 _PLAIN = Scheme(
@@ -68,6 +83,16 @@ _FALCON = Scheme(
     grouped=True,
 )
 _HF: Mapping[str, Scheme] = {
+    "mixtral": replace(
+        _PLAIN,
+        roles={
+            **_PLAIN.roles,
+            "router": "block_sparse_moe.gate",
+            "experts.gate": "block_sparse_moe.experts.{}.w1",
+            "experts.up": "block_sparse_moe.experts.{}.w3",
+            "experts.down": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
     "phi3": replace(_PLAIN, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
     "starcoder2": replace(_PLAIN, roles={**_PLAIN.roles, "up": "mlp.c_fc", "down": "mlp.c_proj"}),
     "gpt2": Scheme(
@@ -141,3 +166,15 @@ def scheme_of(spec: ModelSpec, layer: LayerSpec, form: str) -> Scheme:
     if form == "gguf":
         return _GGUF.get(name, _GGUF_PLAIN)
     return _HF.get(name, _POST if layer.post_norms else _PLAIN)
+
+
+def spelled(scheme: Scheme, role: str) -> str:
+    """The name of ``role`` behind the layer's prefix; ``experts.7.gate`` is the gate of the expert with number 7."""
+    if role == "qkv" and scheme.qkv:
+        return scheme.qkv
+    if role == "gate_up" and scheme.gate_up:
+        return scheme.gate_up
+    if role.startswith("experts."):
+        _, number, part = role.split(".")
+        return scheme.roles[f"experts.{part}"].format(number)
+    return scheme.roles[role]

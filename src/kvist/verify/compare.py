@@ -40,6 +40,11 @@ KL_PACKED_PRODUCTS = 2e-6
 # then each of the others is off by half a step: sqrt(32) / 2 / 16256 of it.
 PACKED_ROUNDING = math.sqrt(32) / 2 / 16256
 
+# A router's choice between two experts: how far apart their scores may lie, as a share of the spread of all scores,
+# where a rounded stream has taken the other one. bfloat16: some 2^-8 from each layer before, which grows as logits do.
+CHOICE = 1e-4  # float32 throughout
+CHOICE_ROUNDED = 0.05
+
 # One float32 operation, relative norm against float64 on the same inputs.
 POINTWISE = 1e-6  # norms, rotation, gates, embedding: a dozen roundings, exp and tanh within a few ulp
 ATTEND = 4e-6  # two products of up to a few hundred terms, one exp within 2 ulp, one fold per split

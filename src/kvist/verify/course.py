@@ -21,7 +21,7 @@ from kvist.cache.pool import Pool
 from kvist.cache.sizing import blocks_for
 from kvist.cache.table import GONE, Table
 from kvist.kernels.blockformat import read_k, read_v
-from kvist.kernels.ops import Append, Backend, Op, Step
+from kvist.kernels.ops import Append, AppendLatent, Backend, Op, Route, Step
 from kvist.model.decoder import Decoder
 from kvist.model.weights import ModelWeights
 from kvist.spec.model import ModelSpec
@@ -99,6 +99,7 @@ class Course:
         self.largest_batch = 0
         self.tap = tap
         self.seen: list[tuple[str, Tensor]] = []  # what the tap saw: operation by operation, the last time
+        self.watched: dict[int, list[Tensor]] | None = None  # experts chosen in each layer, step by step, when a dict
 
     def lane(self, tokens: Sequence[int]) -> Lane:
         """A new, empty request over ``tokens``."""
@@ -114,7 +115,9 @@ class Course:
         self.steps += 1
         self.largest_batch = max(self.largest_batch, len(parts))
         taken = self._tapped(parts)
-        if taken is None:
+        if self.watched is not None:
+            self._watch(step, self.watched)
+        elif taken is None:
             self.decoder.body.run(step)
         else:
             self.seen = self._trace(step, *taken)
@@ -187,6 +190,16 @@ class Course:
             row += n
         return None
 
+    def _watch(self, step: Step, watched: dict[int, list[Tensor]]) -> None:
+        """Run ``step``, stopping behind every route to note what it chose."""
+        first = 0
+        for i, op in enumerate(self.decoder.body.ops):
+            if isinstance(op, Route):
+                self.decoder.body.run_range(step, first, i + 1)
+                watched.setdefault(int(op.name.split()[1]), []).append(op.ids[: len(step.tokens)].clone())
+                first = i + 1
+        self.decoder.body.run_range(step, first, len(self.decoder.body.ops))
+
     def _trace(self, step: Step, row: int, request: int) -> list[tuple[str, Tensor]]:
         """Run operation by operation; after each, the row that it left for the tapped position."""
         seen = []
@@ -200,8 +213,13 @@ class Course:
 
 
 def _left(op: Op, step: Step, row: int, request: int, position: int) -> Tensor:
-    """What ``op`` left for one row of the step: its output, for an append the rotated query and the stored K and V."""
-    if not isinstance(op, Append):
+    """What ``op`` left for one row of the step.
+
+    Its output; for an append the rotated query and the stored K and V; for a route the experts and their gates.
+    """
+    if isinstance(op, Route):
+        return torch.cat([op.ids[row].double(), op.gates[row].double()])
+    if not isinstance(op, Append | AppendLatent):
         return op.out[row].clone()
     table = step.tables[op.store.group][request]
     k = read_k(op.store, table, position, position + 1)

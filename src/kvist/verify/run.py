@@ -116,7 +116,8 @@ def text_tokens(tokenizer: Tokenizer, spec: ModelSpec, count: int) -> list[int]:
     from pydoc_data.topics import topics
 
     windows = [layer.attention.window or 0 for layer in spec.layers if isinstance(layer.attention, Attention)]
-    count = min(max(count, max(windows) + 200 if max(windows) <= 1024 else 0), spec.max_position)
+    widest = max(windows, default=0)
+    count = min(max(count, widest + 200 if widest <= 1024 else 0), spec.max_position)
     text = "\n".join(topics[name] for name in sorted(topics))[: count * 12]
     tokens = tokenizer.encode(text)[:count]
     if len(tokens) < count:

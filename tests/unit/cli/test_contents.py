@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_configs import V3
 from kvist.cli import contents
 from kvist.cli.main import run
 from packed_files import write_llama
@@ -37,8 +38,22 @@ def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert ["does not fit" in line for line in lines] == [False, True, True]
 
 
-def test_no_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_says_what_a_token_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(V3))
+    assert run(["info", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] and found["cache_bytes_per_token"] == 61 * 576 * 2
+    assert found["elements"] == 671_026_419_200
+    assert found["cache"] == [{"layers": 61, "kind": "mla", "keeps": ["latent 512 + rope key 64 = 576 values"]}]
+    for named in (tmp_path, path):
+        assert run(["info", str(named)]) == 0
+        text = capsys.readouterr().out
+        assert "61 layers, each token leaves: latent 512 + rope key 64 = 576 values" in text
+        assert "--weights bfloat16" in text and "1.2 TiB" in text
+
+
+def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert run(["info", str(tmp_path)]) == 2
-    assert "is no GGUF file" in capsys.readouterr().err
+    assert run(["info", str(tmp_path)]) != 0
+    assert "'model_type' is missing" in capsys.readouterr().err

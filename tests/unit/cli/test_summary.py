@@ -10,7 +10,7 @@ from kvist.cli import progress as bars
 from kvist.cli.summary import CacheFacts, as_lines, as_object, seconds, size, totals
 from kvist.compose import Completion
 
-CACHE = CacheFacts(1 << 20, 512, "bfloat16", "2 layers x 1 kv head x 64", 2048, kept=True)
+CACHE = CacheFacts(1 << 20, 512, "bfloat16", "keys and values of 2 layers x 1 kv head x 64", 2048, kept=True)
 
 
 def completion(**changes: object) -> Completion:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kvist.base.errors import KernelError, NotResident
-from kvist.kernels import reference
+from kvist.kernels import reference_parts
 from kvist.kernels.blockformat import read_k, read_v
 from kvist.kernels.ops import Append, Embed, Linear, NormAdd, NormWeight, Step, torch_dtype
-from kvist.kernels.reference import ReferenceBackend, ReferenceWeight
+from kvist.kernels.reference import ReferenceBackend
+from kvist.kernels.reference_parts import ReferenceWeight
 from kvist.verify.compare import JUDGE, POINTWISE, assert_close, bits_equal, linear_bound, rounding_bound
 from kvist.verify.kernels import Shape, new_store
 
@@ -147,14 +148,14 @@ def test_slices_and_weights_of_other_backends_give_the_same(dtype, monkeypatch):
             self.rows = inner.rows
 
     weight, source = filled(37, 24, dtype), torch.randn(5, 24)
-    whole = reference.product(source, weight)
+    whole = reference_parts.product(source, weight)
     expected = source.double() @ weight.data.double().T
     assert_close(whole, expected, linear_bound(24))
     for elements in (1, 24 * 5, 24 * 36, 24 * 37):
-        monkeypatch.setattr(reference, "SLICE", elements)
+        monkeypatch.setattr(reference_parts, "SLICE", elements)
         for form in (weight, Foreign(weight)):
-            assert_close(reference.product(source, form), expected, linear_bound(24))
-            assert_close(reference.product(source.double(), form), expected, JUDGE)
+            assert_close(reference_parts.product(source, form), expected, linear_bound(24))
+            assert_close(reference_parts.product(source.double(), form), expected, JUDGE)
 
 
 @COMPUTE

@@ -126,7 +126,7 @@ def test_stop_tokens_of_the_generation_settings(tmp_path: Path) -> None:
     [
         ({"model_type": "nonsense"}, UnknownArchitecture, "'nonsense'; supported to run: llama, mistral"),
         ({"model_type": None}, MissingField, "'model_type' is missing"),
-        ({"model_type": "deepseek_v3"}, SpecError, "can be planned"),
+        ({"model_type": "longcat_flash"}, SpecError, "can be planned"),
         ({"num_attention_heads": 0}, BadValue, "num_attention_heads = 0 is outside 1"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 8}, BadValue, "6 is not a multiple of"),
         ({"num_attention_heads": 7, "num_key_value_heads": 7}, BadValue, "hidden_size 64 is not a multiple"),
@@ -136,7 +136,17 @@ def test_stop_tokens_of_the_generation_settings(tmp_path: Path) -> None:
         ({"rms_norm_eps": float("nan")}, BadValue, "rms_norm_eps"),
         ({"vocab_size": None}, MissingField, "'vocab_size' is missing"),
         ({"hidden_act": "relu"}, BadValue, "activation 'relu' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, BadValue, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, MissingField, "'factor' is missing"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale_all_dim": 0.5}},
+            BadValue,
+            "mscale = None and mscale_all_dim = 0.5: implementations disagree",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0}},
+            BadValue,
+            "mscale = 0.7 and mscale_all_dim = None",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, BadValue, "rope scaling 'dynamic'"),
         ({"rope_scaling": {"factor": 2.0}}, MissingField, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, MissingField, "'factor' is missing"),

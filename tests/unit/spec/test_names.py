@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvist.base.errors import SpecError, WeightsError
+from kvist.base.errors import WeightsError
 from kvist.spec.from_config import model_spec
-from kvist.spec.model import LatentAttention, LayerSpec, ModelSpec
-from kvist.spec.names import expected_tensors, half_split_rows, match_names
+from kvist.spec.model import LatentAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from kvist.spec.names import expected_tensors, half_split_rows, match_names, row_order
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -81,11 +82,38 @@ def test_rows_are_put_back_as_halves() -> None:
     assert (interleaved[half_split_rows(heads, width)] == halves).all()
 
 
-def test_layers_that_cannot_be_loaded_are_refused() -> None:
+def test_latents_and_experts_have_their_own_tensors() -> None:
     plain = spec()
-    latent = LatentAttention(4, None, 16, 8, 8, 8, 0.25)
-    layer = LayerSpec(latent, plain.layers[0].feed_forward, plain.norm)
-    import dataclasses
+    latent = LatentAttention(4, 12, 16, 8, 4, 6, 0.25, interleaved=True)
+    experts = MixtureOfExperts(3, 2, 10, "silu", shared_size=20, correction_bias=True)
+    layer = LayerSpec(latent, experts, plain.norm)
+    tensors = expected_tensors(dataclasses.replace(plain, layers=(layer,), mtp_layers=1))
+    names = {tensor.name.removeprefix("model.layers.0."): tensor.shape for tensor in tensors.values()}
+    hidden = plain.hidden_size
+    assert names["self_attn.q_a_proj.weight"] == (12, hidden)
+    assert names["self_attn.q_b_proj.weight"] == (4 * (8 + 4), 12)
+    assert names["self_attn.kv_a_proj_with_mqa.weight"] == (16 + 4, hidden)
+    assert names["self_attn.kv_a_layernorm.weight"] == (16,)
+    assert names["self_attn.kv_b_proj.weight"] == (4 * (8 + 6), 16)
+    assert names["self_attn.o_proj.weight"] == (hidden, 4 * 6)
+    assert names["mlp.gate.weight"] == (3, hidden)
+    assert names["mlp.gate.e_score_correction_bias"] == (3,)
+    assert names["mlp.experts.2.down_proj.weight"] == (hidden, 10)
+    assert names["mlp.shared_experts.up_proj.weight"] == (20, hidden)
+    assert tensors["layers.0.router"].wide and not tensors["layers.0.q_a"].wide
+    shapes = {tensor.name: tensor.stored_shape for tensor in tensors.values()}
+    shapes["model.layers.1.eh_proj.weight"] = (1, 1)  # of the layer for multi-token prediction
+    found = match_names(dataclasses.replace(plain, layers=(layer,), mtp_layers=1), shapes, "hf", shapes)
+    found.require("file")
+    assert match_names(dataclasses.replace(plain, layers=(layer,)), shapes, "hf", shapes).extra
 
-    with pytest.raises(SpecError, match="LatentAttention can be planned, not loaded"):
-        expected_tensors(dataclasses.replace(plain, layers=(layer,)))
+
+def test_rotated_rows_alone_are_put_back_as_halves() -> None:
+    latent = LatentAttention(2, None, 6, 3, 4, 6, 0.25, interleaved=True)
+    plain = spec()
+    layer = LayerSpec(latent, plain.layers[0].feed_forward, plain.norm)
+    tensors = expected_tensors(dataclasses.replace(plain, layers=(layer,)))
+    # Pairs (0, 1), (2, 3) become (0, 2), (1, 3) behind the rows that do not turn, in each head.
+    assert row_order(tensors["layers.0.q"]) == [0, 1, 2, 3, 5, 4, 6, 7, 8, 9, 10, 12, 11, 13]
+    assert row_order(tensors["layers.0.kv_a"]) == [0, 1, 2, 3, 4, 5, 6, 8, 7, 9]
+    assert row_order(tensors["layers.0.kv_b"]) is None
