@@ -3,6 +3,7 @@
 # make test-full   every kernel variant and the whole matrix
 # make check       ruff, format, mypy, the house, native kernels
 # make bench       measurements, printed as JSON
+# make fuzz        files from strangers, changed and read again: a minute for each kind
 # make sanitize    the native kernels under address, undefined-behaviour and thread sanitizers
 # make clean       remove what was built, .venv included
 
@@ -25,7 +26,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: again help run test test-full check bench sanitize clean setup native
+.PHONY: again help run test test-full check bench fuzz sanitize clean setup native
 .DELETE_ON_ERROR:
 
 help:
@@ -57,6 +58,10 @@ bench: setup $(STAMPS)/smollm2 $(STAMPS)/gemma3
 	@$(BIN)/python bench/kernels.py --json > $(RESULTS)/kernels.json && cat $(RESULTS)/kernels.json
 	@$(BIN)/python bench/startup.py
 	@[ -z "$(PEERS)" ] || $(BIN)/python bench/peers/compare.py smollm2 $(PEERS) --json $(RESULTS)/peers.json
+
+# What it finds is written to build/fuzz, one input a file; each becomes a test.
+fuzz: setup
+	@$(BIN)/python tools/fuzz.py
 
 # Address, undefined-behaviour and thread sanitizers over every native operation; each must find a planted fault first.
 sanitize: $(STAMPS)/venv

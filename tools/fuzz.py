@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import resource
 import struct
 import sys
@@ -29,7 +30,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS, BYTES = 2.0, 512 << 20  # for one input; real headers take milliseconds and a few MiB
+SECONDS, BYTES = 5.0, 512 << 20  # for one input; real headers take milliseconds and a few MiB
 WATCHED = ("/kvist/spec/", "/kvist/text/", "/kvist/model/checkpoint.py", "/kvist/cache/", "/kvist/plan/inputs.py")
 SLOW = "took"
 NUMBERS = (0, 1, 2, 7, 8, 9, 16, 31, 32, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53)
@@ -64,6 +65,7 @@ def targets(folder: Path) -> dict[str, Callable[[], Target]]:
     from kvist.spec.gguf_split import read_model_file
     from kvist.spec.names import expected_tensors
     from kvist.spec.source import resolve
+    from kvist.text.chat import ChatTemplate
     from kvist.text.tokenizer import Tokenizer
 
     kinds = ("mistral window", "phi3 longrope", "gemma2", "falcon, two norms", "gpt2", "smollm3", "granite", "gpt_neox")
@@ -119,6 +121,23 @@ def targets(folder: Path) -> dict[str, Callable[[], Target]]:
             made.append((folder / "seed.gguf").read_bytes())
         return Target("vocabulary", read, made, change_gguf)
 
+    def templates() -> Target:
+        from kvist.text import sandbox
+        from unit.text import test_chat  # what published templates do
+
+        sandbox.WORK >>= 8  # lines that are watched take a hundred times as long
+
+        messages = [
+            {"role": role, "content": f" {role} {{x}} 5551234567\n"} for role in ("system", "user", "assistant")
+        ]
+
+        def read(data: bytes) -> None:
+            template = ChatTemplate(data.decode(errors="replace"), {"bos_token": "<s>", "eos_token": "</s>"})
+            template.render(messages, tools=test_chat.TOOLS)
+
+        made = [text.encode() for text in (*test_chat.USUAL, letters.TEMPLATE)]
+        return Target("template", read, made, change_template)
+
     def safetensors() -> Target:
         import torch
         from safetensors.torch import save
@@ -169,6 +188,7 @@ def targets(folder: Path) -> dict[str, Callable[[], Target]]:
         "config": configs,
         "gguf": ggufs,
         "vocabulary": vocabularies,
+        "template": templates,
         "safetensors": safetensors,
         "folder": folders,
     }
@@ -399,6 +419,32 @@ def _changed(draw: random.Random, document: Any, donor: Any) -> Any:
     return draw.choice(VALUES)
 
 
+def change_template(draw: random.Random, data: bytes, other: bytes) -> bytes:
+    """Words of one template among those of another: what stands between braces stays together."""
+    words, theirs = (re.findall(rb"\{[{%].*?[}%]\}|[^{]+|.", text, re.DOTALL) for text in (data, other))
+    for _ in range(1 + draw.randrange(4)):
+        at = draw.randrange(len(words) + 1)
+        match draw.randrange(5):
+            case 0:
+                del words[at : at + 1]
+            case 1 if theirs:
+                words[at:at] = [draw.choice(theirs)]
+            case 2:
+                words[at:at] = words[at : at + draw.randrange(6)]
+            case 3 if words:
+                at = draw.randrange(len(words))
+                pieces = re.findall(rb"\w+|\W", words[at])
+                pieces[draw.randrange(len(pieces))] = draw.choice(TEMPLATE_WORDS)
+                words[at] = b"".join(pieces)
+            case 4:
+                words[at:at] = [b"{% for q in range(99999) %}", *words[at:], b"{% endfor %}"]
+    return b"".join(words)[:20_000]
+
+
+TEMPLATE_WORDS = [b"messages", b"range(99999)", b"99999999", b"'a' * 9999", b"+", b"*", b"~", b"|", b"join", b"replace"]
+TEMPLATE_WORDS += [b"format", b"tojson", b"loop", b"ns", b"__class__", b"attr", b"[", b"]", b"(", b")", b"-1", b"none"]
+
+
 def change_safetensors(draw: random.Random, data: bytes, other: bytes) -> bytes:
     """The header's fields, its stated length, or anything."""
     size = int.from_bytes(data[:8], "little")
@@ -527,7 +573,7 @@ def fuzz_with_atheris(name: str, folder: Path, seconds: float, found: Path) -> i
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("config", "gguf", "vocabulary", "safetensors", "folder")
+    names = ("config", "gguf", "vocabulary", "template", "safetensors", "folder")
     parser.add_argument("target", nargs="*", choices=[*names, []], help="default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each target")
     parser.add_argument("--seed", type=int, default=0)

@@ -95,8 +95,9 @@ class Terminal:
 
     def end(self) -> tuple[int, bytes]:
         assert self.process.stdout is not None
-        self.until(b"without a cache")
-        out = self.process.stdout.read()
+        self.until(b"through the layers")
+        with self.process.stdout as stdout:
+            out = stdout.read()
         code = self.process.wait(timeout=PATIENCE_S)
         os.close(self.master)
         return code, out
@@ -118,6 +119,12 @@ def test_ctrl_c_while_the_prompt_is_read(folder: Path) -> None:
     code, out = terminal.end()
     assert code == 130 and out == b"\n"
     assert b"interrupted" in terminal.seen and b"Traceback" not in terminal.seen
+    # What was not read was not seen.
+    seen, through, unread = (
+        int(re.search(words, terminal.seen)[1].replace(b",", b""))  # type: ignore[index]
+        for words in (rb"window +([\d,]+) tokens seen", rb"projections +([\d,]+) tokens", rb"\(([\d,]+) of them not")
+    )
+    assert 0 < seen == through < LONG and seen + unread == LONG
     # Nothing of it is left behind: the next run answers as ever.
     again = run(
         [sys.executable, "-m", "kvist", *arguments(folder, "short.txt", "--json")],

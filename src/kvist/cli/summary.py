@@ -75,6 +75,7 @@ class Totals:
     without_cache: int
     ending: str | None  # how the last one ended
     tokens_seen: int = 0  # by the last one: every token but the last generated, which is only read
+    unread: int = 0  # tokens of the last prompt that were never read: it was ended before
 
 
 def totals(completions: Sequence[Completion]) -> Totals:
@@ -95,11 +96,15 @@ def totals(completions: Sequence[Completion]) -> Totals:
         without_cache=sum(c.projections_without_cache for c in completions),
         ending=completions[-1].finish_reason if completions else None,
         tokens_seen=_seen(completions[-1]) if completions else 0,
+        unread=max(0, completions[-1].prompt_tokens - _seen(completions[-1])) if completions else 0,
     )
 
 
 def _seen(completion: Completion) -> int:
-    return completion.prompt_tokens + max(0, completion.generated_tokens - 1)
+    if completion.generated_tokens:
+        return completion.prompt_tokens + completion.generated_tokens - 1
+    # Ended while its prompt was read: what went through the layers by then.
+    return min(completion.prompt_tokens, completion.cached_tokens + completion.projections)
 
 
 def as_object(run: Totals, cache: CacheFacts) -> dict[str, Any]:
@@ -128,8 +133,10 @@ def as_lines(run: Totals, cache: CacheFacts) -> list[str]:
         held = f"nothing kept between steps (--no-cache); room to work in: {held}"
     times = run.without_cache / run.with_cache if run.with_cache else 1.0
     ratio = f" ({times:.1f} times as many)" if times > 1 else ""
+    without = f"; {run.without_cache:,} without a cache{ratio}" if run.without_cache else ""
     ending = {"length": ", cut off at the limit", "abort": ", interrupted"}.get(run.ending or "", "")
     found = f" ({run.cached_tokens:,} of them in the cache)" if run.cached_tokens else ""
+    found += f" ({run.unread:,} of them not read)" if run.unread else ""
     bounds = []
     if cache.window is not None:
         rows = f"{run.tokens_seen:,} tokens seen, {cache.rows_kept(run.tokens_seen):,} rows kept"
@@ -142,7 +149,7 @@ def as_lines(run: Totals, cache: CacheFacts) -> list[str]:
         f"             {cache.dtype}, {cache.shape}",
         *bounds,
         *(f"             {note}" for note in cache.notes),
-        f"projections  {run.with_cache:,} tokens through the layers; {run.without_cache:,} without a cache{ratio}",
+        f"projections  {run.with_cache:,} tokens through the layers{without}",
     ]
 
 

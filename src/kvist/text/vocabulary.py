@@ -57,7 +57,7 @@ def read_vocabulary(gguf: GgufFile) -> Vocabulary:
             f"{gguf.path}: tokenizer.ggml.model is {kind!r}; supported are {BYTE_LEVEL!r} (byte-level BPE) and "
             f"{SENTENCEPIECE!r} (SentencePiece BPE)"
         )
-    tokens = gguf.array(TOKENS)
+    tokens = _texts(gguf, TOKENS)
     types = _aligned(gguf, "tokenizer.ggml.token_type", len(tokens)) or [NORMAL] * len(tokens)
     control = tuple(i for i, kind_of in enumerate(types) if kind_of == CONTROL)
     user_defined = [i for i, kind_of in enumerate(types) if kind_of == USER_DEFINED]
@@ -78,11 +78,21 @@ def read_vocabulary(gguf: GgufFile) -> Vocabulary:
     return Vocabulary(tuple(tokens), merges, control, tuple(user_defined))
 
 
+def _texts(gguf: GgufFile, key: str) -> list[str]:
+    """The array ``key``, whose elements must be texts: those of an array are all of one type."""
+    values = gguf.array(key)
+    if values and not isinstance(values[0], str):
+        raise Corrupt(f"{gguf.path}: {key} holds {type(values[0]).__name__}s, not texts; download the file again")
+    return values
+
+
 def _aligned(gguf: GgufFile, key: str, count: int) -> list[float] | None:
     """The array ``key``, one element per token; None when the header has none."""
     if gguf.count(key) is None:
         return None
     values = gguf.array(key)
+    if values and not isinstance(values[0], int | float):
+        raise Corrupt(f"{gguf.path}: {key} holds {type(values[0]).__name__}s, not numbers; download the file again")
     if len(values) != count:
         raise Corrupt(f"{gguf.path}: {key} has {len(values)} elements for {count} tokens")
     return values
@@ -91,7 +101,7 @@ def _aligned(gguf: GgufFile, key: str, count: int) -> list[float] | None:
 def _listed(gguf: GgufFile, tokens: list[str]) -> array[int]:
     ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
     merges = array("i")
-    for merge in gguf.array("tokenizer.ggml.merges"):
+    for merge in _texts(gguf, "tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")
         try:
             pair = (ids[left], ids[right])

@@ -54,6 +54,26 @@ def test_sums_over_a_chat() -> None:
     assert "4 tokens, 20.0 tokens/s, interrupted" in as_lines(run, CACHE)[1]
 
 
+def test_what_was_not_read_was_not_seen() -> None:
+    """Ctrl-C while the prompt is read."""
+    ended = completion(
+        ids=(),
+        finish_reason="abort",
+        projections=4,
+        projections_without_cache=0,
+        cached_tokens=3,
+        ttft_s=None,
+        prefill_s=None,
+        decode_s=None,
+    )
+    run = totals([ended])
+    assert (run.tokens_seen, run.unread) == (7, 3)
+    assert as_object(run, CACHE)["cache"]["tokens_seen"] == as_object(run, CACHE)["cache"]["rows_kept"] == 7
+    lines = as_lines(run, CACHE)
+    assert lines[0] == "prompt       10 tokens (3 of them in the cache) (3 of them not read)"
+    assert lines[-1] == "projections  4 tokens through the layers"
+
+
 def test_lines() -> None:
     text = "\n".join(as_lines(totals([completion(finish_reason="length")]), CACHE))
     assert "10 tokens, 25.0 tokens/s, first token after 500 ms" in text

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+import resource
+import time
+
 import pytest
 
 from kvist.base.errors import UsageError
@@ -96,6 +100,95 @@ def test_no_way_out_of_the_sandbox(expression: str) -> None:
     except UsageError:
         return
     assert "<class" not in text and "module" not in text and "builtin" not in text, text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(999) %}"
+        + "{% if a == b %}x{% endif %}" * 2000
+        + "{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+        "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x + s.x %}{% endfor %}",
+        "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+        "{% set s = namespace(x=[1]) %}{% for i in range(60) %}{% set s.x = [s.x, s.x] %}{% endfor %}{{ s.x }}",
+        "{% for i in range(9999) %}{{ 'b' * 100000 }}{% endfor %}",
+        "{% set x %}{% for i in range(9999) %}{{ 'b' * 100000 }}{% endfor %}{% endset %}",
+        "{{ ('a' * 100000) | replace('a', 'b' * 10000) | length }}",
+        "{{ ('a' * 100000).replace('a', 'b' * 10000) | length }}",
+        "{{ ','.join(['a' * 100000] * 10000) | length }}",
+        "{{ (['a' * 100000] * 10000) | join(',') | length }}",
+        "{{ (['a' * 100000] * 10000) | string | length }}",
+        "{{ [['a' * 100000] * 10000] | tojson | length }}",
+        "{{ ('{0}' * 10000).format('a' * 100000) | length }}",
+        "{{ (('%(a)s' * 10000) % {'a': 'a' * 100000}) | length }}",
+        "{{ ('\\t' * 10000).expandtabs(100000) | length }}",
+        "{{ ('\\n' * 10000) | indent(100000) | length }}",
+    ],
+)
+def test_no_template_works_for_ever_or_fills_the_memory(source: str) -> None:
+    begin, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UsageError, match=r"more than \d+ steps|parts, \d+ are allowed"):
+        render(source)
+    assert time.process_time() - begin < 20  # it ended; without a bound it would be years
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 256 << 10
+
+
+@pytest.mark.parametrize("step", ["strip()", "split(':')", "replace('e', 'é')", "startswith('x')", "upper()"])
+def test_a_long_number_in_a_message_is_no_width(step: str) -> None:
+    """JSON in a message was once taken for a format."""
+    content = '{"phone": 5551234567, "share": "100 %d"}'
+    assert ChatTemplate("{{ messages[0].content." + step + " }}", {}).render([{"role": "user", "content": content}])
+    assert render("{{ '" + content + "' | indent | trim }}") == content
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}}]
+# What published templates do, in few lines: namespaces, reversed lists, macros, filters of filters, white space.
+USUAL = [
+    "{% set ns = namespace(found=false) %}{% for m in messages[::-1] %}{% if not ns.found and m.role == 'user' %}"
+    "{% set ns.found = true %}{{ loop.index0 }}{% endif %}{% endfor %}",
+    "{% macro one(m) -%}<|{{ m['role'] }}|>\n{{ m.content | trim }}<|end|>{%- endmacro %}"
+    "{% for m in messages %}{{ one(m) }}{{ '\\n' if not loop.last }}{% endfor %}",
+    "{{ tools | tojson(indent=4) }}{% for t in tools %}{{ t.function | tojson }}"
+    "{{ t.function.name ~ ':' ~ loop.length }}{% endfor %}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('\\n\\n') }}",
+    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest if m.content is string and m.content | length > 1 %}{{ loop.cycle('a', 'b') }}{{ m.content }}"
+    "{% else %}nobody{% endfor %}",
+    "{% set text = messages[-1].content %}{{ text.split('</think>')[-1].lstrip('\\n') + '!' }}",
+    "{{ '%s-%02d' % ('x', 3) }}{{ '{:>4}|{a}'.format(1, a=2) }}",
+    "{% for k, v in tools[0].function.items() %}{{ k }}={{ v }};{% endfor %}{{ '-' * 8 }}{{ [1] + [2] }}",
+    "{% for a in [1, [2]] recursive %}{{ loop.depth }}{% if a is iterable %}{{ loop(a) }}{% endif %}{% endfor %}",
+    "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}[{{ x }}]{% endcall %}",
+    "{% filter upper %}{{ messages[0].content }}{% endfilter %}{{ none }}{{ undefined_name }}{{ 1.5 }}",
+]
+
+
+@pytest.mark.parametrize("source", USUAL)
+def test_bounds_change_nothing_that_templates_usually_do(source: str) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hello <b>\n{x} 5551234567 "},
+        {"role": "assistant", "content": "<think>no</think>\nYes"},
+        {"role": "user", "content": "?"},
+    ]
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    right = plain.from_string(source).render(messages=messages, tools=TOOLS)
+    assert ChatTemplate(source, {}).render(messages, tools=TOOLS) == right != ""
+
+
+def test_a_long_conversation_is_far_from_the_bounds() -> None:
+    source = "{% macro one(m) %}{{ m.role | upper }}: {{ m.content | trim }}{% endmacro %}" + (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ one(m) }}\n{% endif %}{% endfor %}"
+    )
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 400} for i in range(4000)]
+    assert len(ChatTemplate(source, {}).render(messages)) > 4000 * 2000
 
 
 def test_no_file_is_read() -> None:

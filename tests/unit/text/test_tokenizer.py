@@ -163,6 +163,10 @@ def test_only_special_tokens_end_an_answer(tmp_path: Path, cache_folder: Path) -
         (bpe_header(token_type=[1, 1]), Corrupt, "token_type has 2 elements for"),
         (bpe_header(eos_token_id=100_000), Corrupt, "eos_token_id is 100000, but there are"),
         (spm_header(scores=None), FormatError, "neither"),
+        (bpe_header(merges=[1.0, 2.0]), Corrupt, "merges holds floats, not texts"),
+        (bpe_header(tokens=[1, 2]), Corrupt, "tokens holds ints, not texts"),
+        (bpe_header(token_type=["a", "b"]), Corrupt, "token_type holds strs, not numbers"),
+        (spm_header(scores=["a"]), Corrupt, "scores holds strs, not numbers"),
     ],
 )
 def test_headers_that_cannot_be_used(
