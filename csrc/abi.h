@@ -9,7 +9,7 @@
 namespace kvist {
 
 enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, packed = 3 };
-enum class OpKind : int32_t { embed, linear, append, attend, norm_add, normalise, append_latent, grouped, route, combine };
+enum class OpKind : int32_t { embed, linear, append, attend, norm_add, normalise, append_latent, attend_expanded, grouped, route, combine };
 enum class Epilogue : int32_t { store, add, glu, act };
 enum class Activation : int32_t { silu, gelu_tanh, gelu };
 
@@ -62,9 +62,10 @@ struct Op {
   int32_t num_heads = 0, rotary = 0, window = 0, sinks = 0;  // window 0: none
   const float *cos = nullptr, *sin = nullptr, *q_norm = nullptr, *k_norm = nullptr;
   int64_t rope_rows = 0;
-  // append_latent: `source` holds each head's `nope` + R channels
+  // append_latent: `source` holds each head's `nope` + R channels; without `absorbed` those are what is kept
   const float *absorbed = nullptr, *latents = nullptr;
   int64_t absorbed_stride = 0, latents_stride = 0, nope = 0;
+  // attend_expanded: `weight` and `places` are the shapes of each head's W_UK and W_UV, `group` all W_UK, then all W_UV.
   // grouped: the matrices, all of the shape of `weight`, whose own data is unused; slot s reads the row at s * slot_stride
   std::shared_ptr<const std::vector<const void*>> group;
   int64_t slots = 0, slot_stride = 0, ids_stride = 0;
@@ -92,7 +93,7 @@ struct Step {
 // One piece of work that the team shares out: items 0..total-1, handed out by a counter and counted when finished. Who
 // computes an item never enters its arithmetic.
 struct alignas(64) Phase {
-  std::atomic<int64_t> next{0}, finished{0};
+  std::atomic<int64_t> next{0}, finished{0}, total{-1};
 };
 
 struct Scratch { std::vector<uint8_t> bytes; uint8_t* at(size_t need); };
@@ -106,12 +107,19 @@ struct Team {
 
   // The next `count` items; the caller finishes those below the phase's total.
   int64_t take(int64_t count) { return phase->next.fetch_add(count, std::memory_order_relaxed); }
+  // The phase's total as the first member to come here counted it. One who comes late may count what a later operation has
+  // written meanwhile (experts chosen in the next layer): it takes the first one's word, and finds nothing left to do.
+  int64_t agree(int64_t total) {
+    int64_t known = -1;
+    return phase->total.compare_exchange_strong(known, total, std::memory_order_relaxed) ? total : known;
+  }
   void finish(int64_t count) { phase->finished.fetch_add(count, std::memory_order_release); }
   void wait(int64_t total);  // until all items are finished; then the next phase begins
 };
 
 // Calls work(i) for each item that falls to this thread, `run` neighbours at a time, and waits for the others' items.
 template <class Work> inline __attribute__((always_inline)) void share(Team& team, int64_t total, int64_t run, Work&& work) {
+  total = team.agree(total);
   for (int64_t first; (first = team.take(run)) < total;) {
     const int64_t last = first + run < total ? first + run : total;
     for (int64_t i = first; i < last; ++i) work(i);

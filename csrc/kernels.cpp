@@ -2,6 +2,7 @@
 #include "append.h"
 #include "attend.h"
 #include "dequant.h"
+#include "expand.h"
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
@@ -16,6 +17,7 @@ static void exec(const Op& op, const Step& step, Team& team) {
     case OpKind::append: append(op, step, team); break;
     case OpKind::attend: attend(op, step, team); break;
     case OpKind::append_latent: append_latent(op, step, team); break;
+    case OpKind::attend_expanded: attend_expanded(op, step, team); break;
     case OpKind::grouped: grouped(op, step, team); break;
     case OpKind::route: route(op, step, team); break;
     case OpKind::combine: combine(op, step, team); break;

@@ -23,17 +23,20 @@ template <Type T> inline void append_latent_as(const Op& op, const Step& step, T
   constexpr Type q_type = T == Type::bf16 ? Type::bf16 : Type::f32;
   constexpr int64_t q_size = T == Type::bf16 ? 2 : 4;
   const Table& table = step.tables[s.group];
-  float* temp = (float*)team.own->at(size_t(d) * 8);
-  uint8_t* row_out = (uint8_t*)(temp + d);
+  const int64_t kept_width = op.absorbed ? rank : op.nope, widest = std::max(d, kept_width + rope);
+  float* temp = (float*)team.own->at(size_t(widest) * 8);
+  uint8_t* row_out = (uint8_t*)(temp + widest);
   // An item: up to 16 heads' queries of a token; the first of a token stores its row too.
   const int64_t runs = (heads + 15) / 16, items = step.num_tokens * runs;
   int64_t request = 0;
   share(team, items, items > 64 ? 8 : 1, [&](int64_t item) {
     const int64_t t = item / runs, first = item % runs * 16, position = step.positions[t];
     for (int64_t h = first; h < std::min(heads, first + 16); ++h) {
-      std::memcpy(temp, op.absorbed + t * op.absorbed_stride + h * rank, size_t(rank) * 4);
-      rotate_some(op, (const float*)op.source + t * op.source_stride + h * (op.nope + rope) + op.nope, rope, position, temp + rank);
-      put_row<q_type>((uint8_t*)op.out + (t * op.out_stride + h * d) * q_size, temp, op.scale, d);
+      const float *query = (const float*)op.source + t * op.source_stride + h * (op.nope + rope), *kept = query;
+      if (op.absorbed) kept = op.absorbed + t * op.absorbed_stride + h * rank;
+      std::memcpy(temp, kept, size_t(kept_width) * 4);
+      rotate_some(op, query + op.nope, rope, position, temp + kept_width);
+      put_row<q_type>((uint8_t*)op.out + (t * op.out_stride + h * (kept_width + rope)) * q_size, temp, op.scale, kept_width + rope);
     }
     if (first) return;
     while (step.starts[request + 1] <= t) ++request;  // items only ever grow

@@ -181,6 +181,20 @@ NB_MODULE(_native, m) {
         if (!s.value_in_key || nope < 0) throw std::invalid_argument("latent rows need a store whose values lie in its keys");
         p.add(op);
       }, "store"_a, "q"_a, "q_stride"_a, "nope"_a, "absorbed"_a, "absorbed_stride"_a, "kv"_a, "kv_stride"_a, "q_out"_a, "q_out_stride"_a, "num_heads"_a, "scale"_a, "cos"_a, "sin"_a, "rope_rows"_a, "norm"_a, "eps"_a)
+      .def("attend_expanded", [](Program& p, const Store& s, Address q, int64_t q_stride, Address out, int64_t out_stride, int act, int num_heads, const std::vector<Weight>& keys, const std::vector<Weight>& values) {
+        Op op; op.kind = OpKind::attend_expanded; op.store = s; op.source = (const void*)q; op.source_stride = q_stride; op.out = (void*)out; op.out_stride = out_stride;
+        op.act = type_of(act); op.num_heads = num_heads;
+        if (!s.value_in_key || num_heads < 1 || keys.size() != size_t(num_heads) || values.size() != keys.size()) throw std::invalid_argument("latents are expanded by one weight of keys and one of values for each head");
+        op.weight = keys[0]; op.places = values[0];
+        auto group = std::make_shared<std::vector<const void*>>();
+        for (const auto* list : {&keys, &values})
+          for (const Weight& w : *list) {
+            if (w.n != (*list)[0].n || w.k != s.v_head_dim || w.type != s.type || w.glu || w.n % TILE) throw std::invalid_argument("weights that expand latents are of the store's type, of one shape, and whole vectors of outputs");
+            group->push_back(w.data);
+          }
+        op.group = group;
+        p.add(op);
+      }, "store"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "act"_a, "num_heads"_a, "keys"_a, "values"_a)
       .def("grouped", [](Program& p, const std::vector<Weight>& weights, Address source, int64_t source_stride, int64_t slot_stride, Address out, int64_t out_stride, int64_t slots, Address ids, int64_t ids_stride, int source_type, int act, int epilogue, int activation, Address norm, float eps, Address norm_bias, bool centred, float scale) {
         if (weights.empty() || slots < 1 || (!ids && int64_t(weights.size()) != slots)) throw std::invalid_argument("a grouped product needs weights: without ids one for each slot");
         Op op; op.kind = OpKind::grouped; op.weight = weights[0]; op.weight.data = nullptr;

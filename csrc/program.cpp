@@ -113,7 +113,7 @@ static void validate(const Op& op, const Step& step) {
         if (i >= table.width || table.data[b * table.width + i] < 0 || table.data[b * table.width + i] >= op.store.num_blocks)
           throw std::out_of_range("position " + std::to_string(position) + " has no block");
       }
-  } else if (op.kind == OpKind::attend) {
+  } else if (op.kind == OpKind::attend || op.kind == OpKind::attend_expanded) {
     const Table& table = step.tables[op.store.group];
     const int64_t size = op.store.block_size;
     for (int64_t b = 0; b < step.num_requests; ++b) {

@@ -79,7 +79,17 @@ KV_INLINE vf add(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] + b.p[i_];) retur
 KV_INLINE vf sub(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] - b.p[i_];) return r; }
 KV_INLINE vf mul(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] * b.p[i_];) return r; }
 KV_INLINE vf div(vf a, vf b) { vf r; KV_EACH(r.p[i_] = a.p[i_] / b.p[i_];) return r; }
-KV_INLINE vf set1(float x) { vf r; KV_EACH(r.p[i_] = part_f{} + x;) return r; }
+// One instruction from memory. (`part_f{} + x` would be an addition as well: 0 + -0 is not -0.)
+KV_INLINE part_f part_set1(float x) {
+#if defined(KVIST_VARIANT_AVX512BF16) || defined(KVIST_VARIANT_AVX512)
+  return (part_f)_mm512_set1_ps(x);
+#elif defined(KVIST_VARIANT_AVX2)
+  return (part_f)_mm256_set1_ps(x);
+#else
+  return part_f{x, x, x, x};
+#endif
+}
+KV_INLINE vf set1(float x) { vf r; KV_EACH(r.p[i_] = part_set1(x);) return r; }
 KV_INLINE vf zero() { vf r; KV_EACH(r.p[i_] = part_f{};) return r; }
 KV_INLINE vf load(const void* x) { vf r; KV_EACH(r.p[i_] = *(const loose_f*)((const char*)x + i_ * PART_BYTES);) return r; }
 KV_INLINE void store(void* x, vf a) { KV_EACH(*(loose_f*)((char*)x + i_ * PART_BYTES) = a.p[i_];) }

@@ -88,6 +88,19 @@ struct Ahead {
   }
 };
 
+// Calls at(tile, block, inside) for each tile of one split: `block` is null where nothing is stored, else `inside` counts
+// the tiles of the block.
+template <class At> inline void locate(const Op& op, const Step& step, int64_t request, int64_t split, At&& at) {
+  const Table& table = step.tables[op.store.group];
+  const int64_t size = op.store.block_size, run = std::min<int64_t>(size, SPLIT) / TILE;
+  for (int64_t t = 0; t < TILES; t += run) {
+    const int64_t p = split * SPLIT + t * TILE, i = p / size, inside = (p - i * size) / TILE;
+    const int32_t id = i < table.width ? table.data[request * table.width + i] : -1;
+    const uint8_t* block = id < 0 ? nullptr : op.store.data + int64_t(id) * op.store.block_bytes;
+    for (int64_t j = 0; j < run; ++j) at(t + j, block, inside + j);
+  }
+}
+
 template <class E> struct Attention {
   const Op& op;
   const Step& step;
@@ -132,18 +145,12 @@ template <class E> struct Attention {
   void into(float* rows, int64_t apart) { result = rows; pitch = apart; }
 
   Keys find(int64_t request, int64_t head, int64_t split) const {
-    const Table& table = step.tables[op.store.group];
-    const int64_t size = op.store.block_size, run = std::min<int64_t>(size, SPLIT) / TILE;
     Keys keys;
-    for (int64_t t = 0; t < TILES; t += run) {
-      const int64_t p = split * SPLIT + t * TILE, i = p / size, inside = (p - i * size) / TILE;
-      const int32_t id = i < table.width ? table.data[request * table.width + i] : -1;
-      const uint8_t* base = op.store.data + int64_t(id) * op.store.block_bytes + head * head_bytes;
-      for (int64_t j = 0; j < run; ++j) {
-        keys.k[t + j] = id < 0 ? nullptr : base + (inside + j) * k_tile;
-        keys.v[t + j] = id < 0 ? nullptr : latent ? turned + (t + j) * v_tile : base + k_part + (inside + j) * v_tile;
-      }
-    }
+    locate(op, step, request, split, [&](int64_t t, const uint8_t* block, int64_t inside) {
+      const uint8_t* base = block ? block + head * head_bytes : nullptr;
+      keys.k[t] = base ? base + inside * k_tile : nullptr;
+      keys.v[t] = !base ? nullptr : latent ? turned + t * v_tile : base + k_part + inside * v_tile;
+    });
     return keys;
   }
 

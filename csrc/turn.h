@@ -60,18 +60,41 @@ inline void turn_pairs(const uint8_t* in, int64_t stride, uint8_t* low, uint8_t*
   }
 }
 #else
-inline void turn_singles(const uint8_t* in, int64_t stride, uint8_t* out) {
-  for (int c = 0; c < LANES; ++c)
-    for (int p = 0; p < TILE; ++p) std::memcpy(out + p * 64 + c * 4, in + c * stride + p * 4, 4);
+// Four rows of four units, turned: out[c] holds unit c of all four.
+KV_INLINE void turn_four(const uint8_t* in, int64_t stride, four_i (&out)[4]) {
+  four_i x[4];
+  for (int i = 0; i < 4; ++i) std::memcpy(&x[i], in + i * stride, 16);
+  const four_i a = __builtin_shuffle(x[0], x[1], four_i{0, 4, 1, 5}), b = __builtin_shuffle(x[2], x[3], four_i{0, 4, 1, 5});
+  const four_i c = __builtin_shuffle(x[0], x[1], four_i{2, 6, 3, 7}), d = __builtin_shuffle(x[2], x[3], four_i{2, 6, 3, 7});
+  out[0] = __builtin_shuffle(a, b, four_i{0, 1, 4, 5});
+  out[1] = __builtin_shuffle(a, b, four_i{2, 3, 6, 7});
+  out[2] = __builtin_shuffle(c, d, four_i{0, 1, 4, 5});
+  out[3] = __builtin_shuffle(c, d, four_i{2, 3, 6, 7});
 }
+
+inline void turn_singles(const uint8_t* in, int64_t stride, uint8_t* out) {
+  for (int c = 0; c < LANES; c += 4)
+    for (int p = 0; p < TILE; p += 4) {
+      four_i x[4];
+      turn_four(in + c * stride + p * 4, stride, x);
+      for (int i = 0; i < 4; ++i) std::memcpy(out + (p + i) * 64 + c * 4, &x[i], 16);
+    }
+}
+
 inline void turn_pairs(const uint8_t* in, int64_t stride, uint8_t* low, uint8_t* high) {
-  for (int c = 0; c < LANES; ++c) {
+  typedef uint32_t four_u __attribute__((vector_size(16)));
+  for (int c = 0; c < LANES; c += 4) {  // pairs of channels: eight channels, half a vector
     uint8_t* out = (c < LANES / 2 ? low : high) + c % (LANES / 2) * 8;
-    for (int u = 0; u < TILE / 2; ++u) {
-      uint32_t x[2];
-      std::memcpy(x, in + c * stride + u * 8, 8);
-      const uint32_t y[2] = {(x[0] & 0xffffu) | x[1] << 16, x[0] >> 16 | (x[1] & 0xffff0000u)};
-      std::memcpy(out + u * 64, y, 8);
+    for (int p = 0; p < TILE; p += 4) {
+      four_i x[4];
+      turn_four(in + c * stride + p * 4, stride, x);
+      for (int i = 0; i < 4; i += 2) {
+        const four_u a = (four_u)x[i], b = (four_u)x[i + 1];
+        const four_i even = (four_i)((a & 0xffffu) | b << 16), odd = (four_i)(a >> 16 | (b & 0xffff0000u));
+        const four_i first = __builtin_shuffle(even, odd, four_i{0, 4, 1, 5}), second = __builtin_shuffle(even, odd, four_i{2, 6, 3, 7});
+        std::memcpy(out + (p + i) / 2 * 64, &first, 16);
+        std::memcpy(out + (p + i) / 2 * 64 + 16, &second, 16);
+      }
     }
   }
 }

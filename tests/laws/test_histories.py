@@ -54,7 +54,7 @@ def play(kind: str, block_size: int, moves: list[Move]) -> tuple[Course, Lane]:
     return course, lane
 
 
-@pytest.mark.parametrize("kind", ["grouped", "windows", "multi-query"])
+@pytest.mark.parametrize("kind", ["grouped", "windows", "multi-query", "latents", "latents and experts"])
 @settings(max_examples=40)
 @given(block_size=st.sampled_from([16, 32, 64, 128, 256]), moves=MOVES)
 def test_any_history_gives_the_same_bits(kind: str, block_size: int, moves: list[Move]) -> None:

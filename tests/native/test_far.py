@@ -20,7 +20,7 @@ from torch import Tensor
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from kvist.kernels.blockformat import block_elements, read_k, read_v
 from kvist.kernels.native import NativeBackend, variants
-from kvist.kernels.ops import Append, Attend, Embed, LayerStore, Linear, NormWeight, Op, Step, torch_dtype
+from kvist.kernels.ops import Append, AppendLatent, Attend, Embed, LayerStore, Linear, NormWeight, Op, Step, torch_dtype
 from kvist.verify.compare import assert_bits_equal, assert_close, attend_bound
 from kvist.verify.course import Course
 from random_models import KINDS, random_tokens, spec_of, subject_of
@@ -76,6 +76,34 @@ def test_blocks_beyond_two_to_the_31(variant: str, dtype: DType) -> None:
             results.append((read_k(store, table, 0, tokens), read_v(store, table, 0, tokens), out))
     expected = qkv[:, heads * width : (heads + kv_heads) * width].view(tokens, kv_heads, width)
     assert_bits_equal(results[1][0], expected.to(torch_dtype(dtype)))
+    for near, away in zip(*results, strict=True):
+        assert_bits_equal(away, near)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=lambda d: d.name)
+def test_latents_beyond_two_to_the_31(variant: str, dtype: DType) -> None:
+    heads, rank, rope, size, tokens = 6, 48, 16, 64, 300
+    width, needed = rank + rope, -(-tokens // size)
+    block_bytes = size * width * dtype.bytes
+    blocks = FAR * dtype.bytes // block_bytes + 16
+    far = torch.arange(blocks - needed, blocks, dtype=torch.int32)
+    assert int(far[0]) * block_bytes // dtype.bytes >= FAR
+    results = []
+    with sparse(blocks * block_bytes) as memory:
+        store = LayerStore(memory.view(blocks, block_bytes), dtype, size, 1, width, rank, 0, value_in_key=True)
+        rows, query = torch.randn(tokens, width), torch.randn(tokens, heads * rope)
+        absorbed = torch.randn(tokens, heads * rank)
+        for table in (torch.arange(needed, dtype=torch.int32), far):
+            q = torch.zeros(tokens, heads * width, dtype=torch.bfloat16 if dtype == BFLOAT16 else torch.float32)
+            out = torch.zeros(tokens, heads * rank)
+            ops: list[Op] = [
+                AppendLatent("append", query, absorbed, rows, q, store, heads, 0.1),
+                Attend("attend", q, out, store, heads),
+            ]
+            NativeBackend(variant, 2).compile(ops).run(step_of(tokens, table))
+            results.append((read_k(store, table, 0, tokens), out))
+    assert_bits_equal(results[1][0][:, 0], rows.to(torch_dtype(dtype)))
     for near, away in zip(*results, strict=True):
         assert_bits_equal(away, near)
 

@@ -17,7 +17,7 @@ from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.base.errors import KernelError
 from kvist.base.machine import MOST_THREADS
 from kvist.kernels.native_ops import ADD, TORCH_TYPES, TYPES, refusal
-from kvist.kernels.ops import Embed, GroupedLinear, Linear, Op, Step
+from kvist.kernels.ops import AttendExpanded, Embed, GroupedLinear, Linear, Op, Step
 from kvist.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -165,7 +165,10 @@ class NativeBackend:
             return "the weight is not packed for native kernels"
         if isinstance(op, Embed) and not (op.places is None or isinstance(op.places, NativeWeight)):
             return "the learned positions are not packed for native kernels"
-        if isinstance(op, GroupedLinear) and not all(isinstance(weight, NativeWeight) for weight in op.weights):
+        grouped = op.weights if isinstance(op, GroupedLinear) else ()
+        if isinstance(op, AttendExpanded):
+            grouped = (*op.keys, *op.values)
+        if not all(isinstance(weight, NativeWeight) for weight in grouped):
             return "grouped weights are not float32 or bfloat16 panels of native kernels"
         return refusal(op)
 

@@ -16,6 +16,7 @@ from kvist.kernels.ops import (
     Append,
     AppendLatent,
     Attend,
+    AttendExpanded,
     Combine,
     Embed,
     GroupedLinear,
@@ -28,7 +29,7 @@ from kvist.kernels.ops import (
     Route,
     torch_dtype,
 )
-from kvist.kernels.reference_latent import why_no_combine, why_no_grouped, why_no_latent, why_no_route
+from kvist.kernels.reference_latent import why_no_combine, why_no_expanded, why_no_grouped, why_no_latent, why_no_route
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -49,7 +50,7 @@ def refusal(op: Op) -> str | None:
     reason = _of_contract(op) or _buffer_refusal(op)
     if reason is not None:
         return reason
-    if isinstance(op, Append | AppendLatent | Attend):
+    if isinstance(op, Append | AppendLatent | Attend | AttendExpanded):
         size = op.store.block_size
         if SPLIT % size and size % SPLIT:
             return f"block size {size} neither divides nor is a multiple of {SPLIT}, the keys of one split"
@@ -66,6 +67,8 @@ def _of_contract(op: Op) -> str | None:
     match op:
         case AppendLatent():
             return why_no_latent(op)
+        case AttendExpanded():
+            return why_no_expanded(op)
         case GroupedLinear():
             return why_no_grouped(op)
         case Route():
@@ -77,7 +80,7 @@ def _of_contract(op: Op) -> str | None:
     return None
 
 
-def _norm_refusal(op: Append | AppendLatent | Attend) -> str | None:
+def _norm_refusal(op: Append | AppendLatent | Attend | AttendExpanded) -> str | None:
     """Why an append's norms are not what the kernels do; None when they are."""
     norms: list[NormWeight | None] = []
     if isinstance(op, Append):
@@ -100,10 +103,10 @@ def _buffers(op: Op) -> list[Tensor]:
             return [op.source, op.out]
         case Append():
             return [op.qkv, op.q_out, op.store.data]
-        case Attend():
+        case Attend() | AttendExpanded():
             return [op.q, op.out, op.store.data]
         case AppendLatent():
-            return [op.q, op.absorbed, op.kv, op.q_out, op.store.data]
+            return [op.q, *([] if op.absorbed is None else [op.absorbed]), op.kv, op.q_out, op.store.data]
         case GroupedLinear():
             return [op.source, op.out, *([] if op.ids is None else [op.ids])]
         case Route():
@@ -115,6 +118,7 @@ def _buffers(op: Op) -> list[Tensor]:
 def _buffer_refusal(op: Op) -> str | None:
     """Why a buffer's type or width is not the contract's: kernels take raw addresses and would read garbage."""
     single = (torch.float32,)
+    # A width of -1: the contract has checked it.
     expected: list[tuple[str, Tensor, tuple[torch.dtype, ...], int]] = []
     match op:
         case Embed():
@@ -138,24 +142,27 @@ def _buffer_refusal(op: Op) -> str | None:
             act = (torch_dtype(op.weights[0].dtype),)
             source = single if op.norm else (*single, *act)
             expected = [
-                ("source", op.source, source, op.source.shape[-1]),
-                ("out", op.out, single if op.epilogue == "store" else (*single, *act), op.out.shape[-1]),
+                ("source", op.source, source, -1),
+                ("out", op.out, single if op.epilogue == "store" else (*single, *act), -1),
             ]
         case Route():
-            expected = [("scores", op.scores, single, op.scores.shape[-1]), ("gates", op.gates, single, op.top_k)]
+            expected = [("scores", op.scores, single, -1), ("gates", op.gates, single, op.top_k)]
         case Combine():
             expected = [
-                (name, buffer, single, buffer.shape[-1])
+                (name, buffer, single, -1)
                 for name, buffer in (("source", op.source), ("gates", op.gates), ("out", op.out))
             ]
         case AppendLatent():
             query = (torch.bfloat16,) if op.store.dtype == BFLOAT16 else single
             expected = [
-                ("q", op.q, single, op.q.shape[-1]),
-                ("absorbed", op.absorbed, single, op.absorbed.shape[-1]),
+                ("q", op.q, single, -1),
+                ("absorbed", op.q if op.absorbed is None else op.absorbed, single, -1),
                 ("kv", op.kv, single, op.store.head_dim),
-                ("q_out", op.q_out, query, op.num_heads * op.store.head_dim),
+                ("q_out", op.q_out, query, -1),
             ]
+        case AttendExpanded():
+            query = (torch.bfloat16,) if op.store.dtype == BFLOAT16 else single
+            expected = [("q", op.q, query, -1), ("out", op.out, (torch.float32, torch.bfloat16), -1)]
         case Append() | Attend():
             store = op.store
             query = (torch.bfloat16,) if store.dtype == BFLOAT16 else single
@@ -167,7 +174,7 @@ def _buffer_refusal(op: Op) -> str | None:
                 out = (torch.float32, torch.bfloat16)
                 expected = [("q", op.q, query, heads), ("out", op.out, out, op.num_heads * store.v_head_dim)]
     for name, buffer, types, width in expected:
-        if buffer.dtype not in types or math.prod(buffer.shape[1:]) != width:
+        if buffer.dtype not in types or width not in (-1, math.prod(buffer.shape[1:])):
             wanted = " or ".join(str(t) for t in types)
             return f"{name} is {buffer.dtype} {list(buffer.shape)}, not {wanted} of {width} channels"
     return None
@@ -282,8 +289,8 @@ def _append_latent(native: ModuleType, program: Any, op: AppendLatent) -> None:
         op.q.data_ptr(),
         op.q.stride(0),
         op.q.shape[-1] // op.num_heads - rope,
-        op.absorbed.data_ptr(),
-        op.absorbed.stride(0),
+        _pointer(op.absorbed),
+        0 if op.absorbed is None else op.absorbed.stride(0),
         op.kv.data_ptr(),
         op.kv.stride(0),
         op.q_out.data_ptr(),
@@ -295,6 +302,20 @@ def _append_latent(native: ModuleType, program: Any, op: AppendLatent) -> None:
         0 if op.cos is None else len(op.cos),
         _pointer(op.kv_norm.weight) if op.kv_norm else 0,
         op.kv_norm.eps if op.kv_norm else 0.0,
+    )
+
+
+def _attend_expanded(native: ModuleType, program: Any, op: AttendExpanded) -> None:
+    program.attend_expanded(
+        _store(native, op.store),
+        op.q.data_ptr(),
+        op.q.stride(0),
+        op.out.data_ptr(),
+        op.out.stride(0),
+        TORCH_TYPES[op.out.dtype],
+        op.num_heads,
+        [_handle(weight) for weight in op.keys],
+        [_handle(weight) for weight in op.values],
     )
 
 
@@ -360,6 +381,7 @@ ADD: dict[type, Any] = {
     Append: _append,
     Attend: _attend,
     AppendLatent: _append_latent,
+    AttendExpanded: _attend_expanded,
     GroupedLinear: _grouped,
     Route: _route,
     Combine: _combine,

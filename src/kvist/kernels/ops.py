@@ -196,13 +196,14 @@ class AppendLatent:
     a query's other part. kv float32 [T, C + R]: kv_norm(kv[:, :C]) and the rotated kv[:, C:] are stored, each element
     rounded once. q float32 [T, H * (n + R)]: the last R channels of each head are rotated. absorbed float32 [T, H * C]:
     each head's other n channels through its W_UK. q_out [T, H, C + R] (float32 when the store is float32 or float16,
-    else bfloat16) = [absorbed, rotated q] * scale, rounded once. ``cos`` and ``sin`` float32 [positions, R/2]: channel
+    else bfloat16) = [absorbed, rotated q] * scale, rounded once. Without ``absorbed`` the n channels themselves are
+    kept, for an AttendExpanded: q_out [T, H, n + R]. ``cos`` and ``sin`` float32 [positions, R/2]: channel
     i pairs with i + R/2; None: no rotation. Without ``kv_norm`` the latent is stored as it comes.
     """
 
     name: str
     q: Tensor
-    absorbed: Tensor
+    absorbed: Tensor | None
     kv: Tensor
     q_out: Tensor
     store: LayerStore
@@ -211,6 +212,25 @@ class AppendLatent:
     cos: Tensor | None = None
     sin: Tensor | None = None
     kv_norm: NormWeight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendExpanded:
+    """Attend over latent rows by every head's own keys and values: fewer operations for many queries at once.
+
+    q [T, H, n + R], scaled and rotated, in the type of an Attend's. keys: each head's W_UK [n, C], values: its W_UV
+    [Dv, C], weights of the store's type (float32 or bfloat16), n and Dv multiples of 16. For head h key j is
+    [W_UK c_j, k_R,j] and its value W_UV c_j, each rounded once to the store's type; out [T, H * Dv] as an Attend's.
+    Another function than the absorbed form in its last bits: a run that mixes the two is outside law 1.
+    """
+
+    name: str
+    q: Tensor
+    out: Tensor
+    store: LayerStore
+    num_heads: int
+    keys: tuple[Weight, ...]
+    values: tuple[Weight, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -296,7 +316,19 @@ class Normalise:
     out: Tensor
 
 
-Op = Embed | Linear | Append | Attend | AppendLatent | GroupedLinear | Route | Combine | NormAdd | Normalise
+Op = (
+    Embed
+    | Linear
+    | Append
+    | Attend
+    | AppendLatent
+    | AttendExpanded
+    | GroupedLinear
+    | Route
+    | Combine
+    | NormAdd
+    | Normalise
+)
 
 
 class Executor(Protocol):

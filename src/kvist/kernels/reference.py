@@ -26,6 +26,7 @@ from kvist.kernels.ops import (
     Append,
     AppendLatent,
     Attend,
+    AttendExpanded,
     Combine,
     Embed,
     GroupedLinear,
@@ -39,10 +40,12 @@ from kvist.kernels.ops import (
 from kvist.kernels.reference_attend import attend
 from kvist.kernels.reference_latent import (
     append_latent,
+    attend_expanded,
     combine,
     grouped_linear,
     route,
     why_no_combine,
+    why_no_expanded,
     why_no_grouped,
     why_no_latent,
     why_no_route,
@@ -97,6 +100,8 @@ class ReferenceBackend:
             return "keys and values do not fit a store of latent rows: it takes an AppendLatent"
         if isinstance(op, AppendLatent):
             return why_no_latent(op) or why_not(op.store)
+        if isinstance(op, AttendExpanded):
+            return why_no_expanded(op) or why_not(op.store)
         if isinstance(op, Append | Attend):
             store = op.store
             if op.num_heads <= 0 or op.num_heads % store.num_kv_heads:
@@ -138,6 +143,8 @@ def execute(op: Op, step: Step, compute: torch.dtype) -> None:
             attend(op, step, compute)
         case AppendLatent():
             append_latent(op, step, compute)
+        case AttendExpanded():
+            attend_expanded(op, step, compute)
         case GroupedLinear():
             grouped_linear(op, step, compute)
         case Route():

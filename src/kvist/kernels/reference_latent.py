@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvist.base.errors import KernelError
-from kvist.kernels.blockformat import write_kv
-from kvist.kernels.ops import AppendLatent, Combine, GroupedLinear, Route, Step
+from kvist.kernels.blockformat import read_k, write_kv
+from kvist.kernels.ops import TILE, AppendLatent, AttendExpanded, Combine, GroupedLinear, Route, Step
 from kvist.kernels.reference_parts import ACTIVATIONS, activate, norm, product, rotate, rounded
 
 
@@ -35,11 +35,36 @@ def append_latent(op: AppendLatent, step: Step, compute: torch.dtype) -> None:
             )
         cos, sin = op.cos[positions].to(compute), op.sin[positions].to(compute)
         q_rope, k_rope = rotate(q_rope, cos, sin), rotate(k_rope, cos, sin)
-    query = torch.cat((op.absorbed[:count].to(compute).view(count, heads, rank), q_rope), -1)
-    op.q_out[:count].view(count, heads, store.head_dim).copy_(query * op.scale)
+    kept = q[..., : q.shape[-1] - rope]
+    if op.absorbed is not None:
+        kept = op.absorbed[:count].to(compute).view(count, heads, rank)
+    query = torch.cat((kept, q_rope), -1)
+    op.q_out[:count].view(count, heads, query.shape[-1]).copy_(query * op.scale)
     rows = torch.cat((latent[:, None], k_rope), -1)
     for request, (first, last) in enumerate(pairwise(step.starts.tolist())):
         write_kv(store, step.tables[store.group][request], step.positions[first:last], rows[first:last], None)
+
+
+def attend_expanded(op: AttendExpanded, step: Step, compute: torch.dtype) -> None:
+    """Execute an AttendExpanded on ``step``: see ops.AttendExpanded. One softmax over all keys: judged by value."""
+    store, rank = op.store, op.store.v_head_dim
+    everything = torch.arange(op.keys[0].n), torch.arange(op.values[0].n)
+    for request, (first, last) in enumerate(pairwise(step.starts.tolist())):
+        if first == last:
+            continue
+        positions = step.positions[first:last].long()
+        end = int(positions.max()) + 1
+        rows = read_k(store, step.tables[store.group][request], 0, end)[:, 0].to(compute)
+        q = op.q[first:last].to(compute).view(last - first, op.num_heads, -1)
+        unseen = torch.arange(end)[None, :] > positions[:, None]
+        out = op.out[first:last].view(last - first, op.num_heads, -1)
+        for head in range(op.num_heads):
+            k, v = (
+                rounded(rows[:, :rank] @ weight.rows(ids).to(compute).T, weight)
+                for weight, ids in zip((op.keys[head], op.values[head]), everything, strict=True)
+            )
+            scores = q[:, head] @ torch.cat((k, rows[:, rank:]), -1).T
+            out[:, head].copy_(torch.softmax(scores.masked_fill(unseen, -torch.inf), -1) @ v)
 
 
 def grouped_linear(op: GroupedLinear, step: Step, compute: torch.dtype) -> None:
@@ -129,11 +154,35 @@ def why_no_latent(op: AppendLatent) -> str | None:
         return f"a rotation of {0 if op.cos is None else 2 * op.cos.shape[-1]} channels is not the {rope} of the rows"
     if heads <= 0 or op.q.shape[-1] % heads or op.q.shape[-1] // heads < rope:
         return f"queries of {op.q.shape[-1]} channels are not {heads} heads with {rope} rotated channels each"
-    if op.kv.shape[-1] != store.head_dim or op.absorbed.shape[-1] != heads * rank:
+    absorbed = heads * rank if op.absorbed is None else op.absorbed.shape[-1]
+    if op.kv.shape[-1] != store.head_dim or absorbed != heads * rank:
         return (
-            f"rows of {op.kv.shape[-1]} and absorbed queries of {op.absorbed.shape[-1]} channels do not fit "
+            f"rows of {op.kv.shape[-1]} and absorbed queries of {absorbed} channels do not fit "
             f"{heads} heads over latents of {rank} + {rope}"
         )
+    width = op.q.shape[-1] if op.absorbed is None else heads * store.head_dim
+    if op.q_out.shape[-1] != width:
+        return f"{heads} heads give {width} channels of queries, not {op.q_out.shape[-1]}"
+    return None
+
+
+def why_no_expanded(op: AttendExpanded) -> str | None:
+    """Why an AttendExpanded is outside its contract; None when it is not."""
+    store, heads = op.store, op.num_heads
+    if not store.value_in_key:
+        return "only latent rows can be expanded"
+    if heads < 1 or len(op.keys) != heads or len(op.values) != heads:
+        return f"{len(op.keys)} weights of keys and {len(op.values)} of values do not expand {heads} heads"
+    for weights in (op.keys, op.values):
+        first = weights[0]
+        if any((w.n, w.k, w.dtype, w.glu) != (first.n, store.v_head_dim, store.dtype, False) for w in weights):
+            return f"weights that expand latents are [n, {store.v_head_dim}] of one n, in {store.dtype.name} as stored"
+        if first.n % TILE:
+            return f"keys or values of {first.n} channels are not whole vectors of {TILE}"
+    rope = store.head_dim - store.v_head_dim
+    widths = (heads * (op.keys[0].n + rope), heads * op.values[0].n)
+    if (op.q.shape[-1], op.out.shape[-1]) != widths:
+        return f"queries and outputs of {op.q.shape[-1]} and {op.out.shape[-1]} channels are not {widths}"
     return None
 
 

@@ -22,6 +22,7 @@ from kvist.kernels.ops import (
     Append,
     AppendLatent,
     Attend,
+    AttendExpanded,
     Backend,
     GroupedLinear,
     LayerStore,
@@ -298,6 +299,32 @@ class Model:
             found.append(result)
         return torch.cat(found)
 
+    def expanding(self, backend: Backend, chunk: int, block_size: int = 32) -> torch.Tensor:
+        """The same with the latents expanded at each step: [T, H * value]."""
+        h, width, kind = self.heads, self.rank + self.rope, torch_dtype(self.dtype)
+        blocks = -(-self.length // block_size)
+        data = torch.full((blocks, block_size * width), torch.nan, dtype=kind).view(torch.uint8)
+        store = LayerStore(data, self.dtype, block_size, 1, width, self.rank, 0, value_in_key=True)
+        keys = tuple(backend.weight(self.nope, self.rank, self.dtype) for _ in range(h))
+        values = tuple(backend.weight(self.value, self.rank, self.dtype) for _ in range(h))
+        for head in range(h):
+            keys[head].fill(0, self.w_uk[head])
+            values[head].fill(0, self.w_uv[head])
+        found = []
+        table = torch.arange(blocks, dtype=torch.int32)
+        for first, last in pairwise((*range(0, self.length, chunk), self.length)):
+            n = last - first
+            q, kv = self.q[first:last].clone(), self.kv[first:last].clone()
+            query = torch.empty(n, h * (self.nope + self.rope), dtype=kind)
+            out = torch.full((n, h * self.value), torch.nan)
+            ops: list[Op] = [
+                AppendLatent("append", q, None, kv, query, store, h, self.scale, self.cos, self.sin, self.norm),
+                AttendExpanded("attend", query, out, store, h, keys, values),
+            ]
+            backend.compile(ops).run(step_of(((first, last),), (table,)))
+            found.append(out)
+        return torch.cat(found)
+
 
 @BACKENDS
 @DTYPES
@@ -314,6 +341,25 @@ def test_absorbed_is_what_expansion_gives(backend: Backend, dtype: DType) -> Non
     if isinstance(backend, NativeBackend):
         for chunk in (1, 37, 128):
             assert_bits_equal(model.absorbed(backend, chunk), found, f"chunks of {chunk}")
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=lambda d: d.name)
+@pytest.mark.parametrize(("heads", "nope", "value", "rank", "rope"), [(3, 16, 32, 24, 8), (2, 48, 16, 64, 4)])
+def test_expanded_for_many_queries(
+    backend: Backend, dtype: DType, heads: int, nope: int, value: int, rank: int, rope: int
+) -> None:
+    """Keys and values of every head from the same rows, whose unwritten slots are NaN; each query its own chain."""
+    model = Model(dtype, heads, nope, rank, rope, value, length=300)
+    right, found = model.expanded(), model.expanding(backend, 300)
+    bound = LOGITS if dtype == FLOAT32 else 6 * ATTEND_BFLOAT16
+    assert_close(found, right, bound)
+    assert_close(found, right, 4 * bound, measure=largest_row_error)
+    for fault in ("rope through the latent", "k_R per head", "stale rows"):
+        assert relative_error(found, model.expanded(fault)) > 4 * bound, fault
+    if isinstance(backend, NativeBackend):
+        for chunk, block_size in ((1, 32), (37, 16), (150, 256)):
+            assert_bits_equal(model.expanding(backend, chunk, block_size), found, f"chunks of {chunk}")
 
 
 @BACKENDS
@@ -373,6 +419,17 @@ def test_refusals(backend: Backend) -> None:
     assert "values lie in its keys" in str(backend.refuses(replace(good, store=plain)))
     assert "do not fit" in str(backend.refuses(replace(good, absorbed=torch.zeros(1, 15))))
     assert "rotation of 6" in str(backend.refuses(replace(good, cos=torch.zeros(1, 3), sin=torch.zeros(1, 3))))
+    assert "give 14 channels" in str(backend.refuses(replace(good, absorbed=None)))
+    weights = tuple(backend.weight(16, 8, FLOAT32) for _ in range(2))
+    expanded = AttendExpanded("attend", torch.zeros(1, 40), torch.zeros(1, 32), store, 2, weights, weights)
+    assert backend.refuses(expanded) is None
+    assert "do not expand 2 heads" in str(backend.refuses(replace(expanded, keys=weights[:1])))
+    assert "only latent rows" in str(backend.refuses(replace(expanded, store=plain)))
+    odd = tuple(backend.weight(15, 8, FLOAT32) for _ in range(2))
+    assert "15 channels are not whole vectors" in str(backend.refuses(replace(expanded, keys=odd)))
+    other = tuple(backend.weight(16, 8, BFLOAT16) for _ in range(2))
+    assert "in float32 as stored" in str(backend.refuses(replace(expanded, values=other)))
+    assert "are not (40, 32)" in str(backend.refuses(replace(expanded, out=torch.zeros(1, 30))))
     two = replace(store, num_kv_heads=2, head_dim=6)
     assert "one key for all heads" in str(
         backend.refuses(Attend("attend", torch.zeros(1, 12), torch.zeros(1, 16), two, 2))
