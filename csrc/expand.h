@@ -127,7 +127,7 @@ template <class E> inline void attend_expanded_as(const Op& op, const Step& step
           constexpr int R = decltype(n)::value;
           if (positions[r0 + R - 1] < s * SPLIT) return;
           Partial part[R];
-          a.template split<R>(keys, a.queries + r0 * a.d * 4, s, positions + r0, part);
+          a.template split<R>(keys, nullptr, a.queries + r0 * a.d * 4, s, positions + r0, part);
           fold(R, state + r0, sums + r0 * value, [&](int r) { return part[r]; }, [&](int r) { return a.values + r * value; }, value);
         });
     }
