@@ -62,9 +62,9 @@ ignore the field, so a checkpoint cannot have been trained with it. Set it to nu
 What else is refused by name: checkpoints quantised in safetensors (GPTQ, AWQ, FP8, MXFP4, bitsandbytes, ...), ALiBi,
 mixtures of experts, encoders, YaRN and dynamic NTK scaling, and anything that reads beyond the causal mask.
 
-Files are read as if a stranger had made them: headers, configs, vocabularies and chat templates are fuzzed (`make fuzz`),
-sizes are checked before anything is allocated, pickles are never opened, and a template runs in a sandbox with bounded
-work.
+Files are read as if a stranger had made them: headers, configs, vocabularies and chat templates are fuzzed
+(`make fuzz`), sizes are checked before anything is allocated, pickles are never opened, and a template runs in a
+sandbox with bounded work.
 
 LongRoPE (Phi-3's long variants) has two lists of factors. Elsewhere the list changes when a text outgrows the first
 range, which changes keys that are stored already. Here it is fixed when the model is loaded, from `--ctx-size`, and
