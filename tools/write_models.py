@@ -70,9 +70,9 @@ YaRN serves every family whose config asks for it. Its two factors (`mscale`, `m
 since implementations disagree about one without the other; DeepSeek's softmax scale takes the square of the second.
 A factor that is wrong cannot be seen at position 0, so comparisons reach past the first range.
 
-Files are read as if a stranger had made them: headers, configs, vocabularies and chat templates are fuzzed (`make fuzz`),
-sizes are checked before anything is allocated, pickles are never opened, and a template runs in a sandbox with bounded
-work.
+Files are read as if a stranger had made them: headers, configs, vocabularies and chat templates are fuzzed
+(`make fuzz`), sizes are checked before anything is allocated, pickles are never opened, and a template runs in a
+sandbox with bounded work.
 
 LongRoPE (Phi-3's long variants) has two lists of factors. Elsewhere the list changes when a text outgrows the first
 range, which changes keys that are stored already. Here it is fixed when the model is loaded, from `--ctx-size`, and

@@ -21,7 +21,7 @@ import letters
 from family_configs import WIDE, random_model
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc"),
 ]
 

@@ -24,7 +24,8 @@ from kvist.compose import LLM
 from kvist.verify.compare import assert_bits_equal, bits_equal
 from probing import all_logits
 
-BLOCKS, THREADS = (16, 32, 64, 128, 256), (1, 2, 3)
+# Block sizes and threads: some in every run, all of them in the full one.
+SOME, ALL = ((16, 64, 256), (1, 2)), ((16, 32, 64, 128, 256, 384), (1, 2, 3, 5))
 DTYPES = ("float32", "bfloat16", "float16")
 BOUNDS = {"all keys": {}, "a window": {"kv_window": 70, "kv_sinks": 0}, "sinks": {"kv_window": 70, "kv_sinks": 20}}
 LENGTH = 300  # more than two splits, and many windows
@@ -38,21 +39,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **settings: Any) -> LLM:
-    return kvist.load(folder, **{"ctx_size": 512, "max_num_seqs": 4, **settings})
+    return kvist.load(folder, **{"ctx_size": 512, "max_num_seqs": 64, **settings})
 
 
 def tokens(count: int, seed: int = 3) -> list[int]:
     return torch.randint(0, letters.SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.parametrize("ways", [SOME, pytest.param(ALL, marks=pytest.mark.full)], ids=["some", "all"])
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-def test_every_combination_gives_the_same_bits(folder: Path, weights: str, dtype: str, bounds: str) -> None:
+def test_every_combination_gives_the_same_bits(
+    folder: Path, weights: str, dtype: str, bounds: str, ways: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
     settings = {"dtype": weights, "kv_cache_dtype": dtype, **BOUNDS[bounds]}
     prompts = [tokens(90), tokens(200, 4), tokens(3, 5)]
     right = text = None
-    for block, threads in product(BLOCKS, THREADS):
+    for block, threads in product(*ways):
         llm = load(folder, block_size=block, threads=threads, **settings)
         assert llm.setup is not None
         assert (llm.setup.kv_cache_dtype, llm.setup.block_size) == (dtype, block)

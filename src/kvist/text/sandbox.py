@@ -268,12 +268,13 @@ def _refuse_format(text: str, values: Any) -> None:
     """Refuse widths beyond reason, written into the format or given, and fields that repeat something long."""
     given = values.values() if isinstance(values, Mapping) else values
     widths = [int(digits) for digits in re.findall(r"\d{1,18}", text)]
-    numbers = [value for value in given if isinstance(value, int)]
-    if re.search(r"\d{19}", text) or any(number > LONGEST for number in numbers):
+    if re.search(r"\d{19}", text):
         refuse(f"a width beyond {LONGEST} is not allowed")
     fields = text.count("%") + text.count("{")
     longest = max((size_of(value) for value in given), default=0)
-    starred = max(numbers, default=0) if "*" in text or "{" in text else 0
+    # A number is a width where a star or a field within a field asks for one; elsewhere it is printed.
+    asked = "*" in text or re.search(r"\{[^{}]*\{", text) is not None
+    starred = max((value for value in given if isinstance(value, int)), default=0) if asked else 0
     _refuse_long("a formatted text", len(text) + sum(widths) + fields * (longest + starred))
 
 
@@ -307,7 +308,8 @@ def _bounded_filter(name: str, plain: Any) -> Any:
         elif isinstance(value, str):
             numbers = [item for item in (*rest, *settings.values()) if isinstance(item, int)]
             lines = 1 + value.count("\n") if name == "indent" else 1
-            _refuse_long("padding", lines * max(numbers, default=0))
+            if name != "replace":
+                _refuse_long("padding", lines * max(numbers, default=0))
             _refuse_method(value, name, tuple(rest), settings)
         elif any(isinstance(item, int) and item > LONGEST for item in (*rest, *settings.values())):
             refuse(f"a width beyond {LONGEST} is not allowed")

@@ -65,6 +65,7 @@ def test_a_template_that_fails_says_so(source: str, words: str) -> None:
         "(10 ** 300) ** (10 ** 8)",
         "'%2000000000d' % 1",
         "'%*d' % (2000000000, 1)",
+        "'{:{}}'.format(1, 2000000000)",
         "'x'.ljust(10 ** 10)",
         "'{:>2000000000}'.format(1)",
         "'x' | center(10 ** 10)",
@@ -143,6 +144,7 @@ def test_a_long_number_in_a_message_is_no_width(step: str) -> None:
     content = '{"phone": 5551234567, "share": "100 %d"}'
     assert ChatTemplate("{{ messages[0].content." + step + " }}", {}).render([{"role": "user", "content": content}])
     assert render("{{ '" + content + "' | indent | trim }}") == content
+    assert render("{{ '%d at {}' % 1764547200 }}{{ '{}'.format(5551234567) }}") == "1764547200 at {}5551234567"
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}}]
