@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, parse_dtype
@@ -19,11 +20,12 @@ from kvist.kernels.dispatch import choose
 from kvist.model.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from kvist.model.decoder import Decoder
 from kvist.model.held import held_as
+from kvist.model.latent import expand_from
 from kvist.model.weights import load_weights
 from kvist.spec.bounded import bounded
 from kvist.spec.from_config import model_spec
 from kvist.spec.from_gguf import gguf_model
-from kvist.spec.model import ModelSpec
+from kvist.spec.model import LatentAttention, ModelSpec
 from kvist.spec.rope import fix_context
 from kvist.spec.source import ModelSource, resolve
 from kvist.text.tokenizer import Tokenizer
@@ -34,6 +36,8 @@ STEP_TOKENS = 512  # most tokens of one step, all requests together
 DEFAULT_CTX = 8192  # most tokens of a request when nobody says, if the model allows as many
 DEFAULT_BLOCK_SIZE = 64
 DEFAULT_SINKS = 4
+PREFILLS = ("absorb", "expand")
+EXPAND = "expand"
 MOST_POSITIONS = 1 << 22  # of a bounded context: its rotation tables grow with it
 
 
@@ -51,6 +55,7 @@ def load(
     cache: bool = True,
     kv_window: int | None = None,
     kv_sinks: int | None = None,
+    mla_prefill: str = "absorb",
     progress: Progress | None = None,
 ) -> LLM:
     """Load ``model``: an alias (``smollm2``, ``gemma3``), a ``.gguf`` file, or a folder of config.json and safetensors.
@@ -63,8 +68,10 @@ def load(
     is ``dtype``.
     ``max_num_seqs`` requests run at once; they share a pool of one context, or of as many tokens as ``memory`` bytes
     hold. ``kv_window`` bounds the memory of a request whatever its length: a query sees the newest ``kv_window`` keys
-    and the first ``kv_sinks`` (by default 4), which is another function than full attention. ``cache`` False keeps
-    nothing and recomputes everything for each token. ``progress`` hears bytes read and bytes in all.
+    and the first ``kv_sinks`` (by default 4), which is another function than full attention. ``mla_prefill``: absorb
+    (one form always), or expand (latents become keys and values of every head in steps of many tokens: faster there,
+    and the last bits then depend on how a prompt was cut). ``cache`` False keeps nothing and recomputes everything for
+    each token. ``progress`` hears bytes read and bytes in all.
 
     Prints nothing. Raises what is wrong before anything large is allocated: UsageError, SpecError, FormatError,
     WeightsError, OutOfMemory.
@@ -75,7 +82,7 @@ def load(
     if kv_window is not None:
         spec = bounded(spec, kv_window, sinks)
     ctx = _context(spec, ctx_size, kv_window is not None)
-    spec = fix_context(spec, ctx)
+    spec = _with_prefill(fix_context(spec, ctx), mla_prefill)
     step_tokens = max(min(STEP_TOKENS, ctx), max_num_seqs)
     scheduler = SchedulerSettings(ctx, step_tokens, max_num_seqs)
     choice = choose(threads)
@@ -91,7 +98,9 @@ def load(
     blocks = _pool_blocks(groups, scheduler, memory)
     pool = Pool(groups, blocks, available=_room(held.nbytes, memory), chunk=step_tokens)
     total = sum(path.stat().st_size for path in source.shards())
-    loaded = load_weights(spec, checkpoint, choice.backend, weight_dtype, _counted(progress, total), packed=held.packed)
+    heard = _counted(progress, total)
+    expand = mla_prefill == EXPAND
+    loaded = load_weights(spec, checkpoint, choice.backend, weight_dtype, heard, packed=held.packed, expand=expand)
     decoder = Decoder(
         spec, loaded, choice.backend, pool, max_positions=ctx, max_tokens=step_tokens, max_rows=max_num_seqs
     )
@@ -125,6 +134,20 @@ def open_model(source: ModelSource) -> tuple[ModelSpec, Checkpoint, Tokenizer]:
         return model.spec, GgufCheckpoint(model), Tokenizer.from_gguf(model.file)
     spec = model_spec(source.path)
     return spec, SafetensorsCheckpoint(spec, source.shards()), Tokenizer.from_folder(source.path)
+
+
+def _with_prefill(spec: ModelSpec, form: str) -> ModelSpec:
+    """``spec`` with a note where latents are expanded. UsageError for another word, or a model without latents."""
+    if form not in PREFILLS:
+        raise UsageError(f"mla_prefill is {form!r}: use {' or '.join(PREFILLS)}")
+    if form != EXPAND:
+        return spec
+    latents = [layer.attention for layer in spec.layers if isinstance(layer.attention, LatentAttention)]
+    if not latents:
+        raise UsageError(f"mla_prefill is expand, but this {spec.family} model keeps keys and values, no latents")
+    least = max(expand_from(attention) for attention in latents)
+    note = f"latents are expanded in steps of {least} tokens a request or more: outside law 1"
+    return replace(spec, notes=(*spec.notes, note))
 
 
 def default_context(spec: ModelSpec) -> int:
