@@ -20,7 +20,7 @@ from kvist.kernels.dispatch import choose
 from kvist.model.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from kvist.model.decoder import Decoder
 from kvist.model.held import held_as
-from kvist.model.latent import expand_from
+from kvist.model.latent import expand_from, key_bytes
 from kvist.model.weights import load_weights
 from kvist.spec.bounded import bounded
 from kvist.spec.from_config import model_spec
@@ -87,7 +87,9 @@ def load(
     scheduler = SchedulerSettings(ctx, step_tokens, max_num_seqs)
     choice = choose(threads)
     held = held_as(spec, checkpoint, choice.backend, weights, dtype)
-    weight_dtype = held.dtype
+    weight_dtype, expand = held.dtype, mla_prefill == EXPAND
+    if expand:
+        held = replace(held, nbytes=held.nbytes + key_bytes(spec, weight_dtype))
     kv_dtype = (
         weight_dtype if kv_cache_dtype == "auto" else parse_dtype(kv_cache_dtype, allowed=(FLOAT32, BFLOAT16, FLOAT16))
     )
@@ -99,7 +101,6 @@ def load(
     pool = Pool(groups, blocks, available=_room(held.nbytes, memory), chunk=step_tokens)
     total = sum(path.stat().st_size for path in source.shards())
     heard = _counted(progress, total)
-    expand = mla_prefill == EXPAND
     loaded = load_weights(spec, checkpoint, choice.backend, weight_dtype, heard, packed=held.packed, expand=expand)
     decoder = Decoder(
         spec, loaded, choice.backend, pool, max_positions=ctx, max_tokens=step_tokens, max_rows=max_num_seqs

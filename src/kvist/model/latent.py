@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvist.base.dtypes import DType
 from kvist.kernels.ops import AppendLatent, Attend, AttendExpanded, GroupedLinear, LayerStore, Linear, Op
 from kvist.model.buffers import Buffers, first_width, key_width
 from kvist.model.weights import LatentWeights, LayerWeights
-from kvist.spec.model import LatentAttention
+from kvist.spec.model import LatentAttention, ModelSpec
 
 
 def attend_latents(
@@ -66,3 +67,9 @@ def expand_from(a: LatentAttention) -> int:
     if saved <= 0:
         return 2**31
     return -(-a.kv_lora_rank * (a.qk_nope_head_dim + a.v_head_dim) // saved)
+
+
+def key_bytes(spec: ModelSpec, dtype: DType) -> int:
+    """Bytes of every W_UK held once more, in ``dtype``: what expanding needs beside the weights."""
+    latents = [layer.attention for layer in spec.layers if isinstance(layer.attention, LatentAttention)]
+    return sum(a.num_heads * a.qk_nope_head_dim * a.kv_lora_rank for a in latents) * dtype.bytes
