@@ -50,7 +50,7 @@ FLAGS: dict[str, set[str]] = {
     "run": {
         *("--max-tokens", "-n", "--ctx-size", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
         *("--threads", "--weights", "--dtype", "--kv-cache-dtype", "--block-size", "--system", "--prompt-file"),
-        *("--no-chat-template", "--no-cache", "--kv-window", "--kv-sinks", "--json"),
+        *("--no-chat-template", "--no-cache", "--kv-window", "--kv-sinks", "--mla-prefill", "--json"),
     },
     "plan": {
         *("--ctx-size", "--max-model-len", "--max-num-seqs", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),

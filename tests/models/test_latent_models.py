@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
 import kvist
 import letters
-from family_configs import CONFIGS, random_model
+from deepseek_configs import V3
+from family_configs import CONFIGS, DEEPSEEK, random_model
 from kvist.base.dtypes import FLOAT32
-from kvist.base.errors import KvistError, SpecError, UnknownArchitecture
+from kvist.base.errors import KernelError, KvistError, SpecError, UnknownArchitecture, UsageError
 from kvist.compose import LLM
 from kvist.kernels.reference import ReferenceBackend
 from kvist.model.checkpoint import SafetensorsCheckpoint, loaded_bytes
+from kvist.model.latent import expand_from, key_bytes
 from kvist.model.weights import load_weights
 from kvist.plan.plan import plan
 from kvist.spec.from_config import model_spec
 from kvist.spec.from_gguf import gguf_model
+from kvist.spec.model import LatentAttention
 from kvist.spec.source import resolve
-from kvist.verify.compare import assert_bits_equal
+from kvist.verify.compare import LOGITS, assert_bits_equal, assert_close, bits_equal, largest_row_error
 from probing import Probe, all_logits, feed
 
 KINDS = ("deepseek_v2", "deepseek_v2 groups", "deepseek_v3", "minicpm3 plain", "mixtral", "qwen3_moe", "olmoe")
@@ -119,3 +124,48 @@ def test_gguf_files_with_latents_or_experts_are_refused_by_name(tmp_path: Path, 
     writer.close()
     with pytest.raises(UnknownArchitecture, match=f"not runnable yet: architecture '{architecture}'"):
         gguf_model(tmp_path / "model.gguf")
+
+
+WIDE = {**DEEPSEEK, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2}
+
+
+def test_expanding_long_steps(root: Path) -> None:
+    """The same function by value; the last bits depend on the cut, which is what the note says."""
+    path = root / "wide"
+    model = random_model(hf.DeepseekV2Config(**WIDE, n_shared_experts=2))
+    model.save_pretrained(path)
+    letters.save(path)
+    settings = {"ctx_size": 320, "block_size": 16, "max_num_seqs": 2}
+    absorbed, expanded = kvist.load(path, **settings), kvist.load(path, mla_prefill="expand", **settings)
+    assert expanded.setup is not None and absorbed.setup is not None
+    assert "expanded in steps of 22 tokens a request or more: outside law 1" in expanded.setup.spec.notes[-1]
+    more = expanded.setup.weight_bytes - absorbed.setup.weight_bytes
+    # Panels of 32 rows hold the 16 of each head.
+    assert more == 2 * key_bytes(expanded.setup.spec, FLOAT32) == 2 * 3 * 4 * 16 * 64 * 4
+    text = tokens(300, 5)
+    with torch.inference_mode():
+        right = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+    plain, long = all_logits(absorbed, text, 300), all_logits(expanded, text, 300)
+    assert_close(long, right, LOGITS, "expanded", largest_row_error)
+    assert not bits_equal(long, plain)  # it did run
+    assert bits_equal(all_logits(expanded, text, 21), plain)  # short steps are absorbed
+    pieces = all_logits(expanded, text, 70)  # the last one has 20 tokens, and is absorbed
+    assert not bits_equal(pieces, long)
+    assert_close(pieces, right, LOGITS, "pieces of 70", largest_row_error)
+
+
+def test_expanding_is_refused_where_there_is_nothing_to_expand(root: Path) -> None:
+    with pytest.raises(UsageError, match="mixtral model keeps keys and values, no latents"):
+        kvist.load(folder(root, "mixtral"), mla_prefill="expand")
+    with pytest.raises(UsageError, match="mla_prefill is 'both': use absorb or expand"):
+        kvist.load(folder(root, "mixtral"), mla_prefill="both")
+    with pytest.raises(KernelError, match="10 channels are not whole vectors of 16"):
+        kvist.load(folder(root, "deepseek_v3"), mla_prefill="expand")
+
+
+def test_expanding_pays_from_171_queries_on_for_deepseek_v3() -> None:
+    spec = model_spec(V3)
+    attention = spec.layers[0].attention
+    assert isinstance(attention, LatentAttention)
+    assert expand_from(attention) == 171
+    assert expand_from(replace(attention, kv_lora_rank=16, qk_nope_head_dim=16, v_head_dim=16)) == 2**31

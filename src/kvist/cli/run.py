@@ -93,6 +93,10 @@ def command(
     kv_sinks: Annotated[
         int | None, typer.Option(help="With --kv-window: and the first N. Default: 4.", metavar="N")
     ] = None,
+    mla_prefill: Annotated[
+        str,
+        typer.Option(help="Latents in long steps: absorb, or expand (faster, outside law 1).", metavar="HOW"),
+    ] = "absorb",
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Keep nothing: recompute every token at every step. Same text, slower.")
     ] = False,
@@ -116,7 +120,7 @@ def command(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
     settings = _settings(ctx_size, weights, dtype, kv_cache_dtype, block_size, threads, no_cache)
-    settings |= _bounds(kv_window, kv_sinks)
+    settings |= _bounds(kv_window, kv_sinks) | {"mla_prefill": mla_prefill}
     if no_chat_template and system is not None:
         raise UsageError("--system needs the chat template that --no-chat-template leaves out: drop one of them")
     text = read_prompt(prompt, prompt_file)

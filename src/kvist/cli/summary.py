@@ -43,7 +43,7 @@ def cache_facts(llm: LLM) -> CacheFacts:
         kept=setup.cache,
         window=setup.kv_window,
         sinks=setup.kv_sinks,
-        notes=tuple(note for note in setup.spec.notes if note.startswith("LongRoPE")),
+        notes=tuple(note for note in setup.spec.notes if note.startswith(("LongRoPE", "latents"))),
     )
 
 

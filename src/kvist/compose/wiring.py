@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvist.base.dtypes import BFLOAT16, FLOAT16, FLOAT32, parse_dtype
@@ -19,11 +20,12 @@ from kvist.kernels.dispatch import choose
 from kvist.model.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from kvist.model.decoder import Decoder
 from kvist.model.held import held_as
+from kvist.model.latent import expand_from, key_bytes
 from kvist.model.weights import load_weights
 from kvist.spec.bounded import bounded
 from kvist.spec.from_config import model_spec
 from kvist.spec.from_gguf import gguf_model
-from kvist.spec.model import ModelSpec
+from kvist.spec.model import LatentAttention, ModelSpec
 from kvist.spec.rope import fix_context
 from kvist.spec.source import ModelSource, resolve
 from kvist.text.tokenizer import Tokenizer
@@ -31,6 +33,8 @@ from kvist.text.tokenizer import Tokenizer
 Progress = Callable[[int, int], None]  # bytes read so far, bytes of the model's files
 
 DEFAULT_SINKS = 4
+PREFILLS = ("absorb", "expand")
+EXPAND = "expand"
 MOST_POSITIONS = 1 << 22  # of a bounded context: its rotation tables grow with it
 
 
@@ -48,6 +52,7 @@ def load(
     cache: bool = True,
     kv_window: int | None = None,
     kv_sinks: int | None = None,
+    mla_prefill: str = "absorb",
     progress: Progress | None = None,
 ) -> LLM:
     """Load ``model``: an alias (``smollm2``, ``gemma3``), a ``.gguf`` file, or a folder of config.json and safetensors.
@@ -60,8 +65,10 @@ def load(
     is ``dtype``.
     ``max_num_seqs`` requests run at once; they share a pool of one context, or of as many tokens as ``memory`` bytes
     hold. ``kv_window`` bounds the memory of a request whatever its length: a query sees the newest ``kv_window`` keys
-    and the first ``kv_sinks`` (by default 4), which is another function than full attention. ``cache`` False keeps
-    nothing and recomputes everything for each token. ``progress`` hears bytes read and bytes in all.
+    and the first ``kv_sinks`` (by default 4), which is another function than full attention. ``mla_prefill``: absorb
+    (one form always), or expand (latents become keys and values of every head in steps of many tokens: faster there,
+    and the last bits then depend on how a prompt was cut). ``cache`` False keeps nothing and recomputes everything for
+    each token. ``progress`` hears bytes read and bytes in all.
 
     Prints nothing. Raises what is wrong before anything large is allocated: UsageError, SpecError, FormatError,
     WeightsError, OutOfMemory.
@@ -77,12 +84,14 @@ def load(
             f"kv_window {kv_window} and {sinks} sinks keep all of the {ctx} tokens that ctx_size allows, so nothing is "
             "bounded: lower kv_window, raise ctx_size, or leave kv_window out"
         )
-    spec = fix_context(spec, ctx)
+    spec = _with_prefill(fix_context(spec, ctx), mla_prefill)
     chunk = step_tokens(ctx, max_num_seqs)
     scheduler = SchedulerSettings(ctx, chunk, max_num_seqs)
     choice = choose(threads)
     held = held_as(spec, checkpoint, choice.backend, weights, dtype)
-    weight_dtype = held.dtype
+    weight_dtype, expand = held.dtype, mla_prefill == EXPAND
+    if expand:
+        held = replace(held, nbytes=held.nbytes + key_bytes(spec, weight_dtype))
     kv_dtype = (
         weight_dtype if kv_cache_dtype == "auto" else parse_dtype(kv_cache_dtype, allowed=(FLOAT32, BFLOAT16, FLOAT16))
     )
@@ -93,7 +102,8 @@ def load(
     blocks = shared_blocks(groups, ctx, chunk, max_num_seqs, memory)
     pool = Pool(groups, blocks, available=_room(held.nbytes, memory), chunk=chunk)
     total = sum(path.stat().st_size for path in source.shards())
-    loaded = load_weights(spec, checkpoint, choice.backend, weight_dtype, _counted(progress, total), packed=held.packed)
+    heard = _counted(progress, total)
+    loaded = load_weights(spec, checkpoint, choice.backend, weight_dtype, heard, packed=held.packed, expand=expand)
     decoder = Decoder(spec, loaded, choice.backend, pool, max_positions=ctx, max_tokens=chunk, max_rows=max_num_seqs)
     eos = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     engine = Engine(decoder, groups, pool.blocks, EngineSettings(scheduler, eos, cache, keep=True))
@@ -125,6 +135,20 @@ def open_model(source: ModelSource) -> tuple[ModelSpec, Checkpoint, Tokenizer]:
         return model.spec, GgufCheckpoint(model), Tokenizer.from_gguf(model.file)
     spec = model_spec(source.path)
     return spec, SafetensorsCheckpoint(spec, source.shards()), Tokenizer.from_folder(source.path)
+
+
+def _with_prefill(spec: ModelSpec, form: str) -> ModelSpec:
+    """``spec`` with a note where latents are expanded. UsageError for another word, or a model without latents."""
+    if form not in PREFILLS:
+        raise UsageError(f"mla_prefill is {form!r}: use {' or '.join(PREFILLS)}")
+    if form != EXPAND:
+        return spec
+    latents = [layer.attention for layer in spec.layers if isinstance(layer.attention, LatentAttention)]
+    if not latents:
+        raise UsageError(f"mla_prefill is expand, but this {spec.family} model keeps keys and values, no latents")
+    least = max(expand_from(attention) for attention in latents)
+    note = f"latents are expanded in steps of {least} tokens a request or more: outside law 1"
+    return replace(spec, notes=(*spec.notes, note))
 
 
 def default_context(spec: ModelSpec) -> int:

@@ -31,7 +31,8 @@ class Buffers:
         self.x = torch.empty(tokens, hidden)
         self.branch = torch.empty(tokens, hidden if any(layer.post_norms for layer in spec.layers) else 0)
         self.qkv = torch.empty(tokens, max(first_width(a) for a in attentions))
-        self.q = torch.empty(tokens, max(a.num_heads * key_width(a) for a in attentions), dtype=q_type)
+        widths = [a.num_heads * key_width(a) for a in attentions] + [a.num_heads * a.qk_head_dim for a in latents]
+        self.q = torch.empty(tokens, max(widths), dtype=q_type)
         self.attended = torch.empty(tokens, max(a.num_heads * value_width(a) for a in attentions), dtype=act)
         up = [a.num_heads * a.qk_head_dim for a in latents if a.q_lora_rank is not None]
         self.queries = torch.empty(tokens, max(up, default=0))

@@ -17,6 +17,7 @@ from kvist.kernels.ops import (
     Attend,
     Backend,
     Embed,
+    Executor,
     LayerStore,
     Linear,
     NormAdd,
@@ -27,7 +28,7 @@ from kvist.kernels.ops import (
 )
 from kvist.model.buffers import Buffers
 from kvist.model.experts import choose_experts
-from kvist.model.latent import attend_latents
+from kvist.model.latent import attend_latents, expand_from
 from kvist.model.weights import LayerWeights, ModelWeights
 from kvist.spec.model import Attention, LatentAttention, LayerSpec, MixtureOfExperts, ModelSpec, Rope
 from kvist.spec.rope import attention_factor, inverse_frequencies
@@ -93,24 +94,26 @@ class Decoder:
         kv_dtype = pool.groups[0].layout.dtype
         self.buffers = Buffers(spec, weights.dtype, kv_dtype, max_tokens, max_rows)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
-        ops: list[Op] = [Embed("embed", weights.embed, spec.embedding_scale, self.buffers.x, weights.positions)]
-        for index, (layer, layer_weights) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-            ops += self._layer(index, layer, layer_weights)
-        ops.append(
-            Linear(
-                "head",
-                self.buffers.x,
-                weights.head,
-                self.buffers.logits,
-                norm=weights.final_norm,
-                wanted=True,
-                softcap=spec.logit_softcap,
-                scale=spec.logit_scale,
-            )
+        body = self._body(weights, expand=False)
+        head = Linear(
+            "head",
+            self.buffers.x,
+            weights.head,
+            self.buffers.logits,
+            norm=weights.final_norm,
+            wanted=True,
+            softcap=spec.logit_softcap,
+            scale=spec.logit_scale,
         )
-        self.ops = tuple(ops)
-        self.body = backend.compile(ops[:-1])
-        self.head = backend.compile(ops[-1:])
+        self.ops = (*body, head)
+        self.body = backend.compile(body)
+        self.head = backend.compile([head])
+        # A second body for steps in which every request brings many tokens, where weights were loaded for it.
+        self.expanded: Executor | None = None
+        if any(layer.latent is not None and layer.latent.keys for layer in weights.layers):
+            self.expanded = backend.compile(self._body(weights, expand=True))
+        latents = [layer.attention for layer in spec.layers if isinstance(layer.attention, LatentAttention)]
+        self.expand_from = max((expand_from(a) for a in latents), default=0)
 
     def forward(self, step: Step) -> Tensor:
         """Logits float32 [R, vocab] of ``step.rows``; K and V of the step's tokens are stored on the way.
@@ -120,8 +123,14 @@ class Decoder:
         """
         if len(step.tokens) > self.max_tokens:
             raise KernelError(f"a step of {len(step.tokens)} tokens: buffers were made for {self.max_tokens}")
-        self.body.run(step)
+        self._chosen(step).run(step)
         return self.logits(step)
+
+    def _chosen(self, step: Step) -> Executor:
+        """The body that runs ``step``: the expanding one, if there is one and every request brings enough tokens."""
+        if self.expanded is None or len(step.tokens) < self.expand_from:
+            return self.body
+        return self.expanded if int(step.starts.diff().min()) >= self.expand_from else self.body
 
     def logits(self, step: Step) -> Tensor:
         """Logits of ``step.rows`` from the residual stream that the last ``forward`` left."""
@@ -137,7 +146,15 @@ class Decoder:
             out[start : start + len(part)] = self.buffers.logits[: len(part)]
         return out
 
-    def _layer(self, index: int, layer: LayerSpec, w: LayerWeights) -> list[Op]:
+    def _body(self, weights: ModelWeights, expand: bool) -> list[Op]:
+        """Every operation but the head, latents absorbed or expanded."""
+        scale = self.spec.embedding_scale
+        ops: list[Op] = [Embed("embed", weights.embed, scale, self.buffers.x, weights.positions)]
+        for index, (layer, layer_weights) in enumerate(zip(self.spec.layers, weights.layers, strict=True)):
+            ops += self._layer(index, layer, layer_weights, expand)
+        return ops
+
+    def _layer(self, index: int, layer: LayerSpec, w: LayerWeights, expand: bool) -> list[Op]:
         at, a = f"layer {index} ", layer.attention
         store = layer_store(self.pool, index)
         table = self._table(a.rope) if a.rope is not None else (None, None)
@@ -145,7 +162,8 @@ class Decoder:
         if isinstance(a, LatentAttention):
             if w.latent is None:
                 raise SpecError(f"{at}has latent attention, but its weights were loaded without")
-            project, attend, values = attend_latents(at, a, w, w.latent, self.buffers, store, *table)
+            cos, sin = table
+            project, attend, values = attend_latents(at, a, w, w.latent, self.buffers, store, cos, sin, expand)
         else:
             project, attend, values = self._attend(at, a, w, store, table)
         o = self._join(layer, Linear(at + "o", values, w.o, self.buffers.x, bias=w.o_bias), w.post_attention_norm)

@@ -33,11 +33,15 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentWeights:
-    """Up from the latents. q_b [H * (nope + R), q_lora_rank]; per head w_uk [C, nope] (transposed) and w_uv [Dv, C]."""
+    """Up from the latents. q_b [H * (nope + R), q_lora_rank]; per head w_uk [C, nope] (transposed) and w_uv [Dv, C].
+
+    ``keys``: each head's w_uk once more as it stands, [nope, C], where latents are to be expanded; else empty.
+    """
 
     q_b: Weight | None
     w_uk: tuple[Weight, ...]
     w_uv: tuple[Weight, ...]
+    keys: tuple[Weight, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,14 +152,15 @@ def load_weights(
     progress: Progress | None = None,
     *,
     packed: bool = False,
+    expand: bool = False,
 ) -> ModelWeights:
     """Read every tensor of ``spec`` into ``backend``'s own form, as ``dtype`` (float32 or bfloat16).
 
     ``packed``: what GGUF has quantised stays so where the native kernels take its type; the rest becomes ``dtype``.
-    Activations are then float32, and the weights' own ``dtype`` says so.
+    Activations are then float32, and the weights' own ``dtype`` says so. ``expand``: with what expanding latents needs.
     ``progress`` is called with the bytes read of every slice. Raises SpecError for a layer kind that cannot run.
     """
-    return _Loader(spec, checkpoint, backend, dtype, progress, packed).load()
+    return _Loader(spec, checkpoint, backend, dtype, progress, packed, expand).load()
 
 
 class _Loader:
@@ -167,8 +172,9 @@ class _Loader:
         dtype: DType,
         progress: Progress | None,
         packed: bool,
+        expand: bool,
     ) -> None:
-        self.packed = packed
+        self.packed, self.expand = packed, expand
         self.spec, self.checkpoint, self.backend, self.dtype = spec, checkpoint, backend, dtype
         self.progress = progress or (lambda nbytes: None)
         self.rows = {name: tensor.shape[0] for name, tensor in checkpoint.expected.items()}
@@ -247,6 +253,7 @@ class _Loader:
             q_b=None if a.q_lora_rank is None else self.matrix(queries, a.q_lora_rank, (at + "q_b",)),
             w_uk=tuple(self.held(head[: a.qk_nope_head_dim].T.contiguous()) for head in heads),
             w_uv=tuple(self.held(head[a.qk_nope_head_dim :]) for head in heads),
+            keys=tuple(self.held(head[: a.qk_nope_head_dim]) for head in heads) if self.expand else (),
         )
 
     def held(self, values: Tensor) -> Weight:

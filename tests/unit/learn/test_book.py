@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import kvist
+import letters
+from family_configs import CONFIGS, random_model
 from kvist.base.errors import TooLong, UsageError
 from kvist.learn import Generator, StepTimer, close, product, prose, rotate, same_bits, sentence, softmax
 from kvist.verify.compare import PATHS, POINTWISE, assert_bits_equal, assert_close
@@ -92,6 +94,15 @@ def test_timed_steps_are_the_engines_steps(small_model: Path) -> None:
     with kvist.load(small_model, ctx_size=200) as llm:
         ids = llm.tokenizer.encode(prose()[:2400])[:40]
         assert llm.generate([ids], max_tokens=1)[0].ids == (int(alone.argmax()),)
+
+
+def test_latents_and_experts_have_their_places_in_a_step(tmp_path: Path) -> None:
+    random_model(CONFIGS["deepseek_v3"]()).save_pretrained(tmp_path)
+    ticks = iter(range(10**6))
+    timer = StepTimer(str(letters.save(tmp_path)), ctx_size=100, step_tokens=64, clock=lambda: float(next(ticks)))
+    # Three layers: latents, queries, absorb, values and o; one attention; two of a dense feed forward, or seven of a
+    # router, its route, experts up and down and their sum, and the shared one's two. Embed, append, head: the rest.
+    assert timer.feed(20) == {"projections": 15.0, "attention": 3.0, "feed forward": 16.0, "head and rest": 5.0}
 
 
 def test_a_timer_refuses_what_does_not_fit(small_model: Path) -> None:

@@ -78,6 +78,37 @@ def test_operations_of_a_prefill_by_hand() -> None:
     assert work.prefill_operations(3) == 2 * (3 * matrices + attention + spec.vocab_size * 48)
 
 
+def test_a_step_reads_one_row_for_all_heads_and_the_chosen_experts() -> None:
+    spec = spec_of(KINDS["latents and experts"])
+    work = Work(spec, groups_of(spec, BFLOAT16, 16), 1_000_000, BFLOAT16)
+    idle = 2 * (12 - 4) * 3 * 16 * 48  # on two layers, 8 of 12 experts: three matrices of 16 x 48 each
+    assert work.read_weights == 1_000_000 - idle * 2
+    assert work.step_bytes([100]) == work.read_weights + 3 * 100 * (16 + 8) * 2
+
+
+def test_operations_of_latents_and_experts_by_hand() -> None:
+    spec = spec_of(KINDS["latents and experts"])
+    work = Work(spec, groups_of(spec, BFLOAT16, 16), 0, BFLOAT16)
+    heads, hidden = 16, 48
+    down, up = (20 + 16 + 8) * hidden, 20 * heads * (8 + 8)  # to the latents; queries up from theirs
+    absorbed = heads * (8 + 8) * 16 + heads * 8 * hidden  # through W_UK and W_UV of each head; o
+    dense, mixture = 3 * 80 * hidden, (3 * (4 * 16 + 20) + 12) * hidden
+    matrices = 3 * (down + up + absorbed) + dense + 2 * mixture
+    pairs = 3 * heads * ((16 + 8) + 16) * (3 + 2 + 1)
+    assert work.prefill_operations(3) == 2 * (3 * matrices + pairs + spec.vocab_size * hidden)
+
+
+def test_a_latent_is_read_once_and_serves_twice() -> None:
+    spec = spec_of(KINDS["latents"])
+    (shape,) = shapes(spec, BFLOAT16, everything=False)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim, shape.latent) == (4, 1, 32, 24, True)
+    assert shape.nbytes == shape.depth * 32 * 2
+    ops, step = AttentionBench(best_backend(1), nbytes=1 << 20).operations(replace(shape, depth=200))
+    assert best_backend(1).refuses(ops[0]) is None
+    best_backend(1).compile(list(ops)).run(step)
+    assert torch.isfinite(ops[-1].out).all() and ops[-1].out.abs().max() > 0
+
+
 def test_reading_and_products_are_measured_on_any_backend() -> None:
     for backend in (best_backend(2), ReferenceBackend()):
         found = read_bandwidth(backend, (1, 2), perf_counter, 1)
