@@ -164,6 +164,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         norm_topk_prob=False,
         attention_bias=True,
     ),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(
+        **{**{k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}, "num_hidden_layers": 4},
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        mlp_layer_types=["sparse", "dense", "sparse", "dense"],
+    ),
     "minicpm3": lambda: hf.MiniCPM3Config(
         **MLA,
         scale_emb=3,
@@ -192,7 +199,7 @@ ABSENT = (
     "falcon in turn",
 )
 # What is not read from GGUF files: YaRN, latents, experts.
-_NOT_READ = ("qwen2 yarn", "mistral yarn", "deepseek", "minicpm3", "mixtral", "qwen3_moe", "olmoe")
+_NOT_READ = ("qwen2 yarn", "mistral yarn", "deepseek", "minicpm3", "mixtral", "qwen3_moe", "olmoe", "glm4")
 IN_GGUF = [kind for kind in CONFIGS if kind not in ABSENT and not kind.startswith(_NOT_READ)]
 _CENTRED_ON_ZERO = ("gemma",)  # families whose norms store w - 1
 

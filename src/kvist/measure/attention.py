@@ -40,6 +40,11 @@ class Shape:
         return self.depth * self.kv_heads * (self.head_dim + self.v_stored) * self.dtype.bytes
 
     @property
+    def operations(self) -> int:
+        """Floating-point operations of one new token in one layer: every head meets every stored token."""
+        return 2 * self.depth * self.heads * (self.head_dim + self.v_head_dim)
+
+    @property
     def v_stored(self) -> int:
         """Channels of a value that stand beside its key."""
         return 0 if self.latent else self.v_head_dim
@@ -79,15 +84,27 @@ def shapes(spec: ModelSpec, kv_dtype: DType, *, everything: bool) -> list[Shape]
 
 
 def attention_rates(
-    backend: Backend, wanted: Iterable[Shape], limit: float | None, clock: Clock, repeats: int
+    backend: Backend,
+    wanted: Iterable[Shape],
+    limit: float | None,
+    clock: Clock,
+    repeats: int,
+    flops: float | None = None,
 ) -> list[AttentionRate]:
-    """Each shape's rate; ``limit`` is the bandwidth of memory in GB/s. Shapes that the backend refuses are left out."""
+    """Each shape's rate; shapes that the backend refuses are left out.
+
+    ``limit``: the bandwidth of memory in GB/s; ``flops``: the fastest product per second. Many heads over one latent
+    reach the second first: what can be reached is the lower of the two.
+    """
     bench = AttentionBench(backend)
     found = []
     for shape in wanted:
         values = bench.measure(shape, clock, repeats)
         if values:
-            found.append(AttentionRate(shape, rate([value / 1e9 for value in values], limit)))
+            roof = limit
+            if limit is not None and flops is not None:
+                roof = min(limit, flops * shape.nbytes / shape.operations / 1e9)
+            found.append(AttentionRate(shape, rate([value / 1e9 for value in values], roof)))
     return found
 
 

@@ -158,7 +158,7 @@ class _Bench:
         reading = read_bandwidth(backend, counts, self.clock, self.effort.repeats)
         self.announce("products")
         flops = product_rate(backend, dtype, self.clock, self.effort.repeats)
-        attention = self._attention(backend, work, DTYPES[setup.kv_cache_dtype], limit_of(tuple(reading)))
+        attention = self._attention(backend, work, DTYPES[setup.kv_cache_dtype], limit_of(tuple(reading)), flops)
         # Once more: what else the machine did in between must not lower the limit.
         reading = _best(reading, read_bandwidth(backend, counts, self.clock, self.effort.repeats))
         bandwidth = limit_of(tuple(reading)) * 1e9
@@ -251,13 +251,15 @@ class _Bench:
                     batches[shared] = _Measured(tuple(islice(windows, effort.repeats)))
         return prefills, decodes, batches
 
-    def _attention(self, backend: Backend, work: Work, kv_dtype: DType, limit: float) -> list[AttentionRate]:
+    def _attention(
+        self, backend: Backend, work: Work, kv_dtype: DType, limit: float, flops: float
+    ) -> list[AttentionRate]:
         wanted = shapes(work.spec, kv_dtype, everything=self.effort.matrix)
         if backend.name == "reference":
             self.left_out.append("attention alone: the reference kernels were not made to be fast")
             return []
         self.announce(f"attention alone, {len(wanted)} shapes")
-        return attention_rates(backend, wanted, limit, self.clock, self.effort.repeats)
+        return attention_rates(backend, wanted, limit, self.clock, self.effort.repeats, flops)
 
     def _fits(self, what: str, tokens: int, ctx: int) -> bool:
         if tokens <= ctx:

@@ -46,6 +46,12 @@ def feed_forwards(
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
     """Which layers have experts: those behind the first dense ones, at every step, unless a list says otherwise."""
+    words = fields.maybe_list("mlp_layer_types", length=num_layers)
+    for index, word in enumerate(words or []):
+        if word not in ("dense", "sparse"):
+            raise BadValue(f"{fields.where}: mlp_layer_types[{index}] = {word!r}; known are dense, sparse")
+    if words is not None:
+        return [word == "sparse" for word in words]
     first = fields.maybe_integer("first_k_dense_replace", low=0, high=10_000) or 0
     step = fields.maybe_integer("decoder_sparse_step", high=10_000) or 1
     listed = fields.maybe_list("mlp_only_layers") or []

@@ -120,7 +120,7 @@ ROWS: tuple[Row, ...] = (
     ("phi4flash", ("phi4flash",), (), CacheRule(Halves("mb_per_layer"), state=MAMBA1, window_given=True)),
     (
         "deepseek_vl_v2",
-        ("deepseek_vl_v2", "kimi_k2", "kimi_k25", "kimi_vl", "glm4_moe_lite"),
+        ("deepseek_vl_v2", "kimi_k2", "kimi_k25", "kimi_vl"),
         ("deepseek2", "minicpm3"),
         LATENT,
     ),

@@ -18,6 +18,19 @@ _GEMMA = DecoderFacts(
     eos_token_id=1,
 )
 _LAYER_NORM = DecoderFacts(activation="gelu_tanh", gated=False, norm="layer", norm_eps=("layer_norm_epsilon",))
+_DEEPSEEK_V3 = DecoderFacts(
+    latent=LatentFacts(interleaved=("rope_interleave", True)),
+    experts=ExpertFacts(
+        ("n_routed_experts",),
+        ("moe_intermediate_size",),
+        scoring="sigmoid",
+        methods={"noaux_tc": "top2"},
+        normalise=("norm_topk_prob", True),
+        correction_bias=True,
+        shared="n_shared_experts",
+        scale="routed_scaling_factor",
+    ),
+)
 
 RUNNABLE: tuple[Family, ...] = (
     Family(
@@ -277,22 +290,13 @@ RUNNABLE: tuple[Family, ...] = (
         name="deepseek_v3",
         model_types=("deepseek_v3",),
         cache=LATENT,
-        decoder=DecoderFacts(
-            bos_token_id=0,
-            eos_token_id=1,
-            only={"moe_layer_freq": (1,)},
-            latent=LatentFacts(interleaved=("rope_interleave", True)),
-            experts=ExpertFacts(
-                ("n_routed_experts",),
-                ("moe_intermediate_size",),
-                scoring="sigmoid",
-                methods={"noaux_tc": "top2"},
-                normalise=("norm_topk_prob", True),
-                correction_bias=True,
-                shared="n_shared_experts",
-                scale="routed_scaling_factor",
-            ),
-        ),
+        decoder=replace(_DEEPSEEK_V3, bos_token_id=0, eos_token_id=1, only={"moe_layer_freq": (1,)}),
+    ),
+    Family(
+        name="glm4_moe_lite",
+        model_types=("glm4_moe_lite",),
+        cache=LATENT,
+        decoder=replace(_DEEPSEEK_V3, absent={"first_k_dense_replace": 1}),
     ),
     Family(
         name="minicpm3",

@@ -12,7 +12,7 @@ from kvist.base.errors import UsageError
 from kvist.cache.layout import groups_of
 from kvist.kernels.dispatch import best_backend
 from kvist.kernels.reference import ReferenceBackend
-from kvist.measure.attention import AttentionBench, Shape, shapes
+from kvist.measure.attention import AttentionBench, Shape, attention_rates, shapes
 from kvist.measure.limits import Work, product_rate, read_bandwidth, visible_pairs
 from kvist.measure.rate import rate, repeat
 from random_models import KINDS, spec_of
@@ -107,6 +107,16 @@ def test_a_latent_is_read_once_and_serves_twice() -> None:
     assert best_backend(1).refuses(ops[0]) is None
     best_backend(1).compile(list(ops)).run(step)
     assert torch.isfinite(ops[-1].out).all() and ops[-1].out.abs().max() > 0
+
+
+def test_the_limit_of_many_heads_over_a_latent_is_the_product() -> None:
+    """128 heads do 2 x 128 x (576 + 512) operations for the 1,152 bytes of a row: memory is not what holds them up."""
+    latent = Shape(BFLOAT16, 128, 1, 576, 512, 64, latent=True)
+    heads = Shape(BFLOAT16, 4, 4, 64, 64, 64)
+    assert latent.operations / latent.nbytes == 2 * 128 * (576 + 512) / (576 * 2)
+    found = attention_rates(best_backend(1), [latent, heads], 1000.0, perf_counter, 1, flops=1e12)
+    limits = [shape.rate.limit for shape in found]
+    assert limits == [1000.0 * 576 * 2 / (2 * 128 * (576 + 512)), 1000.0]
 
 
 def test_reading_and_products_are_measured_on_any_backend() -> None:

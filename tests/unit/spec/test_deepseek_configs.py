@@ -59,6 +59,19 @@ def test_yarn_keeps_the_fast_pairs_and_divides_the_slow_ones() -> None:
     assert ratios == sorted(ratios) and 1.0 < ratios[16] < 40.0
 
 
+def test_layers_that_have_experts() -> None:
+    def sparse(**changes: Any) -> list[bool]:
+        config = {**V3, "num_hidden_layers": 4, "first_k_dense_replace": 1, **changes}
+        return [isinstance(layer.feed_forward, MixtureOfExperts) for layer in model_spec(config).layers]
+
+    assert sparse() == [False, True, True, True]
+    assert sparse(first_k_dense_replace=4) == [False] * 4
+    assert sparse(model_type="glm4_moe_lite", first_k_dense_replace=None) == [False, True, True, True]
+    assert sparse(mlp_layer_types=["sparse", "dense", "sparse", "dense"]) == [True, False, True, False]
+    with pytest.raises(BadValue, match=r"mlp_layer_types\[1\] = 'moe'; known are dense, sparse"):
+        sparse(mlp_layer_types=["sparse", "moe", "sparse", "dense"])
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "error", "words"),
     [
