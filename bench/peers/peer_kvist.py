@@ -15,7 +15,7 @@ from kvist.engine.request import Request
 class Kvist:
     def __init__(self, arguments: list[str]) -> None:
         model, threads, ctx = arguments[0], int(arguments[1]), int(arguments[2])
-        weights = arguments[3] if len(arguments) > 3 else None
+        weights = arguments[3] if len(arguments) > 3 else "auto"
         # Room for the batch: eight requests apart. Untouched memory costs nothing.
         self.llm = kvist.load(model, threads=threads, ctx_size=ctx, memory=2 << 30, weights=weights)
 

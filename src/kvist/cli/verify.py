@@ -62,7 +62,7 @@ def command(
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         if not titled:  # with the first row: an error before it is one line
             titled = True
-            print(f"{'law':<22}{'path':<26}{'kernels':<12}{'weights':<10}{'positions':>9}  bits")
+            print(f"{'law':<22}{'path':<34}{'kernels':<12}{'weights':<10}{'positions':>9}  bits")
         print(line(row), flush=True)
 
     report = verify(model, effort, dtype=dtype, weights=weights, announce=announce, found=found)
@@ -81,7 +81,7 @@ def line(row: LawRow) -> str:
     verdict = "equal" if row.holds else "NOT EXERCISED" if row.equal is None else "DIFFERENT"
     if row.name == "by value":
         verdict = "close" if row.holds else "WRONG"
-    text = f"{row.name:<22}{row.path:<26}{row.kernels:<12}{row.dtype:<10}{row.positions:>9}  {verdict}"
+    text = f"{row.name:<22}{row.path:<34}{row.kernels:<12}{row.dtype:<10}{row.positions:>9}  {verdict}"
     if row.detail:
         text += f"  ({row.detail})"
     d = row.first_difference

@@ -39,7 +39,7 @@ class Effort:
 
 QUICK = Effort(tokens=320, judged=6)
 NORMAL = Effort(tokens=640, judged=10)
-FULL = Effort(tokens=1100, judged=16, everything=True)
+FULL = Effort(tokens=768, judged=12, everything=True)
 
 Announce = Callable[[str], None]
 
