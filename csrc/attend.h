@@ -321,11 +321,11 @@ template <class E> struct Attending {
 
 template <class E> inline void attend_as(const Op& op, const Step& step, Team& team) {
   const Cut c = cut_of(op, step);
-  const int64_t group = op.num_heads / op.store.kv_heads, width = Attention<E>::v_width(op);
+  const int64_t group = op.num_heads / op.store.kv_heads, width = Attention<E>::v_width(op.store);
   const int64_t most = (c.splits ? step.num_tokens : c.tokens_per_unit) * group, wide = std::max<int64_t>(most, LANES);
-  const size_t own = (Attention<E>::own_bytes(op, most) + 63) / 64 * 64;
+  const size_t own = (Attention<E>::own_bytes(op.store, most) + 63) / 64 * 64;
   uint8_t* memory = team.own->at(own + 64 + size_t(wide) * ((width + 2) * 4 + 4 * 8));
-  Attention<E> a(op, step, memory, most);
+  Attention<E> a(op, op.store, step, memory, most);
   Attending<E> work{op, step, team, c, group, width};
   work.a = &a;
   work.state = (Partial*)(memory + own);

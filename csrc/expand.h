@@ -77,15 +77,15 @@ template <class E> struct Expanding {
 
 template <class E> inline void attend_expanded_as(const Op& op, const Step& step, Team& team) {
   const int64_t rank = op.store.v_head_dim, nope = op.weight.n, rope = op.store.head_dim - rank, value = op.places.n;
-  Op plain = op;  // as the heads' own keys and values would be stored
-  plain.store.kv_heads = op.num_heads;
-  plain.store.head_dim = int32_t(nope + rope);
-  plain.store.v_head_dim = int32_t(value);
-  plain.store.value_in_key = false;
+  Store plain = op.store;  // as the heads' own keys and values would be stored
+  plain.kv_heads = op.num_heads;
+  plain.head_dim = int32_t(nope + rope);
+  plain.v_head_dim = int32_t(value);
+  plain.value_in_key = false;
   const size_t own = (Attention<E>::own_bytes(plain, EXPAND_TOKENS) + 63) / 64 * 64;
   const size_t k_bytes = size_t(SPLIT * (nope + rope) * E::B_BYTES), v_bytes = size_t(SPLIT * value * E::B_BYTES);
   uint8_t* memory = team.own->at(own + k_bytes + v_bytes + size_t(EXPAND_TOKENS) * (size_t(value) * 4 + sizeof(Partial) + 3 * 8));
-  Attention<E> a(plain, step, memory, EXPAND_TOKENS);
+  Attention<E> a(op, plain, step, memory, EXPAND_TOKENS);
   Expanding<E> expanding{op, memory + own, memory + own + k_bytes, nope, rope, value, rank};
   float* sums = (float*)(memory + own + k_bytes + v_bytes);
   Partial* state = (Partial*)(sums + EXPAND_TOKENS * value);

@@ -74,9 +74,7 @@ template <class E> inline void grouped_as(const Op& op, const Step& step, Team& 
   uint8_t* mine = team.own->at((size_t(w.k) * 4 + 63) / 64 * 64 + Sorted::bytes(op, step));
   float* temp = (float*)mine;
   const Sorted rows(op, step, mine + (w.k * 4 + 63) / 64 * 64);
-  Op plain = op;
-  plain.out_stride = 1;
-  const Output output{plain, 0};
+  const Output output{op, 0, 1};
   // Tiles of a matrix's rows stand one after the other, each [step][its rows].
   auto tile_of = [&](int64_t first, int64_t last, int64_t row, int64_t& begin) {
     begin = first + (row - first) / MAX_ROWS * MAX_ROWS;

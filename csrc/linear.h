@@ -60,7 +60,7 @@ inline void unpack_row(const Weight& w, int64_t row, float* out) {
 // What happens to a finished tile. Row r of the tile is output row `row + r`; vector v holds columns 16 v .. 16 v + 15.
 struct Output {
   const Op& op;
-  int64_t row;
+  int64_t row, stride;  // stride: elements from one output row to the next
   KV_INLINE vf first(int, int64_t) const { return zero(); }
   template <int R, int V> KV_INLINE void done(int64_t v, vf (&acc)[R][V]) const {
     for (int r = 0; r < R; ++r) {
@@ -80,7 +80,7 @@ struct Output {
       keep(r, column, count, activate(op.activation, y));
       return;
     }
-    float* out = (float*)op.out + r * op.out_stride + column;
+    float* out = (float*)op.out + r * stride + column;
     if (count == LANES) {
       if (op.bias) y = add(y, load(op.bias + column));
       if (op.scale != 1) y = mul(y, set1(op.scale));
@@ -109,11 +109,11 @@ struct Output {
     float y[LANES];
     store(y, x);
     if (op.act == Type::bf16) {
-      uint16_t* out = (uint16_t*)op.out + r * op.out_stride + column;
+      uint16_t* out = (uint16_t*)op.out + r * stride + column;
       if (count == LANES) store_bf16(out, load(y));
       else for (int64_t i = 0; i < count; ++i) out[i] = bf16_of(y[i]);
     } else {
-      float* out = (float*)op.out + r * op.out_stride + column;
+      float* out = (float*)op.out + r * stride + column;
       for (int64_t i = 0; i < count; ++i) out[i] = y[i];
     }
   }
@@ -174,7 +174,7 @@ template <class E> inline void multiply(const Op& op, const Step& step, Team& te
     for (int64_t t = t0; t < std::min(tiles, t0 + deep); ++t)
       with_rows(rows_of(t), [&](auto rows) {
         constexpr int R = decltype(rows)::value;
-        Output sink{op, t * MAX_ROWS};
+        Output sink{op, t * MAX_ROWS, op.out_stride};
         sweep<E, Packed<R>, R>(a + t * tile_bytes, v0, v1, 128, steps, columns, sink);
       });
   });

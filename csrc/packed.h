@@ -162,7 +162,7 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
   };
   if (!few) share(team, m, 8, prepare);
   bool ready = !few;
-  const PackedProduct product{op, a, m, blocks, mine + temp_bytes + y_bytes, (float*)(mine + temp_bytes), {op, 0}};
+  const PackedProduct product{op, a, m, blocks, mine + temp_bytes + y_bytes, (float*)(mine + temp_bytes), {op, 0, op.out_stride}};
   const int64_t deep = few ? m : 16 * PACKED_ROWS, down = (m + deep - 1) / deep;
   int64_t units = 0;  // pairs of strips; of each segment by itself, or of gate and up
   for (const Segment& s : w.segments) units += w.glu ? (&s == w.segments.data() ? strips_of(s) : 0) : (strips_of(s) + 1) / 2;

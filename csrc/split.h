@@ -116,18 +116,19 @@ template <class E> struct Attention {
   uint32_t done = 0;  // tiles of the present split that have been turned
   Ahead next;
 
-  static int64_t v_width(const Op& op) { return (op.store.v_head_dim + LANES - 1) / LANES * LANES; }
-  static size_t own_bytes(const Op& op, int64_t rows) {
-    const int64_t d = op.store.head_dim, w = v_width(op);
-    const int64_t turned = op.store.value_in_key ? (w / LANES + 1) * TURNED : 0;
+  static int64_t v_width(const Store& kept) { return (kept.v_head_dim + LANES - 1) / LANES * LANES; }
+  static size_t own_bytes(const Store& kept, int64_t rows) {
+    const int64_t d = kept.head_dim, w = v_width(kept);
+    const int64_t turned = kept.value_in_key ? (w / LANES + 1) * TURNED : 0;
     return size_t(MAX_ROWS * SPLIT * 4 + MAX_ROWS * w * 4 + MAX_ROWS * SPLIT * 4 + rows * d * 4 + d * TILE * 4 + w * 4 + turned + 7 * 64);
   }
 
-  Attention(const Op& o, const Step& s, uint8_t* memory, int64_t rows)
-      : op(o), step(s), d(o.store.head_dim), dv(o.store.v_head_dim), group(o.num_heads / o.store.kv_heads),
-        vectors(v_width(o) / LANES), width(v_width(o)), latent(o.store.value_in_key), fetches(d == dv && !latent),
-        k_part(int64_t(o.store.block_size) * d * E::B_BYTES),
-        head_bytes(k_part + (latent ? 0 : int64_t(o.store.block_size) * dv * E::B_BYTES)), k_tile(int64_t(TILE) * d * E::B_BYTES),
+  // `kept`: how the keys and values lie that are attended; the operation's own store, or one like it.
+  Attention(const Op& o, const Store& kept, const Step& s, uint8_t* memory, int64_t rows)
+      : op(o), step(s), d(kept.head_dim), dv(kept.v_head_dim), group(o.num_heads / kept.kv_heads),
+        vectors(v_width(kept) / LANES), width(v_width(kept)), latent(kept.value_in_key), fetches(d == dv && !latent),
+        k_part(int64_t(kept.block_size) * d * E::B_BYTES),
+        head_bytes(k_part + (latent ? 0 : int64_t(kept.block_size) * dv * E::B_BYTES)), k_tile(int64_t(TILE) * d * E::B_BYTES),
         v_tile(latent ? TILE / E::STEP * 64 : int64_t(TILE) * dv * E::B_BYTES), v_unit(latent ? 64 : dv * E::STEP * E::B_BYTES),
         v_vector(latent ? TURNED : E::VECTOR_BYTES) {
     auto next = [&](int64_t bytes) { uint8_t* p = memory; memory += (bytes + 63) / 64 * 64; return p; };
