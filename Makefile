@@ -56,6 +56,7 @@ bench: setup $(STAMPS)/smollm2 $(STAMPS)/gemma3
 	@mkdir -p $(RESULTS)
 	@for model in smollm2 gemma3; do $(BIN)/kvist bench $$model --json > $(RESULTS)/$$model.json || exit 1; cat $(RESULTS)/$$model.json; done
 	@$(BIN)/python bench/kernels.py --json > $(RESULTS)/kernels.json && cat $(RESULTS)/kernels.json
+	@$(BIN)/python bench/latent.py --json > $(RESULTS)/latent.json && cat $(RESULTS)/latent.json
 	@$(BIN)/python bench/startup.py
 	@[ -z "$(PEERS)" ] || $(BIN)/python bench/peers/compare.py smollm2 $(PEERS) --json $(RESULTS)/peers.json
 

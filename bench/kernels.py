@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
+from turns import in_turns
 
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.kernels.blockformat import block_elements, write_kv
@@ -38,29 +39,11 @@ ROWS = (1, 4, 16, 512)
 BLOCK = 64
 
 
-def alternate(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of one call of each action, once for each round, the actions taking turns."""
-    calls: dict[str, int] = {}
-    for name, action in actions.items():
-        action()
-        begin = perf_counter()
-        action()
-        calls[name] = max(1, int(SECONDS / max(perf_counter() - begin, 1e-9)))
-    found: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(rounds):
-        for name, action in actions.items():
-            begin = perf_counter()
-            for _ in range(calls[name]):
-                action()
-            found[name].append((perf_counter() - begin) / calls[name])
-    return found
-
-
 def compare(
     what: dict[str, Any], actions: dict[str, Callable[[], object]], work: float, unit: str, rounds: int
 ) -> dict[str, Any]:
     """One row: rates of both in ``unit`` (work per second / 1e9), and torch's time over native's, round by round."""
-    seconds = alternate(actions, rounds)
+    seconds = in_turns(actions, rounds, SECONDS)
     ratios = [b / a for a, b in zip(seconds["native"], seconds["torch"], strict=True)]
     return what | {
         f"native_{unit}": work / median(seconds["native"]) / 1e9,
@@ -178,7 +161,7 @@ def split_price(backend: NativeBackend, shape: tuple[int, int, int], rounds: int
         )
         executor = backend.compile([Attend("attend", q, out, cache.stores[0], heads) for _ in range(8)])
         actions[str(depth)] = lambda executor=executor, step=step: executor.run(step)
-    seconds = alternate(actions, rounds)
+    seconds = in_turns(actions, rounds, SECONDS)
     first, second = (median(seconds[str(depth)]) / 8 for depth in (short, long))
     return {
         "op": "one split",

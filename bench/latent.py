@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
+from turns import in_turns
 
 from kvist.base.dtypes import BFLOAT16, FLOAT32, DType
 from kvist.kernels.blockformat import block_elements, write_kv
@@ -63,24 +64,6 @@ class Rows:
         )
 
 
-def timed(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of one call of each, once for each round, taking turns, so that what else runs falls on all."""
-    calls: dict[str, int] = {}
-    for name, action in actions.items():
-        action()
-        begin = perf_counter()
-        action()
-        calls[name] = max(1, int(SECONDS / max(perf_counter() - begin, 1e-9)))
-    found: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(rounds):
-        for name, action in actions.items():
-            begin = perf_counter()
-            for _ in range(calls[name]):
-                action()
-            found[name].append((perf_counter() - begin) / calls[name])
-    return found
-
-
 PRODUCT = 2.0 * 480 * 2048 * 2048  # operations of one of `products`
 
 
@@ -113,7 +96,7 @@ def attention(
         assert error <= attend_bound(dtype.name), f"{heads} heads over {dtype.name} at {depth}: error {error}"
     pairs = tokens * depth - tokens * (tokens - 1) / 2
     operations = 2.0 * heads * (2 * RANK + ROPE) * pairs
-    seconds = timed({"latent": lambda: executor.run(step), **products(backend, dtype)}, rounds)
+    seconds = in_turns({"latent": lambda: executor.run(step), **products(backend, dtype)}, rounds, SECONDS)
     layers = [value / rows.layers for value in seconds["latent"]]
     # Each round has its own ceiling: what else the machine does falls on both.
     fastest = [min(pair) for pair in zip(seconds["native product"], seconds["torch product"], strict=True)]
@@ -187,7 +170,7 @@ def expanded(backend: NativeBackend, dtype: DType, heads: int, depth: int, round
     native()
     error = relative_error(out.view(heads, VALUE), expand()[0, :, 0].double())
     assert error < 3e-2, f"absorbed and expanded differ by {error}"
-    seconds = timed({"native": native, "expanded": expand}, rounds)
+    seconds = in_turns({"native": native, "expanded": expand}, rounds, SECONDS)
     ratios = [b / a for a, b in zip(seconds["native"], seconds["expanded"], strict=True)]
     return {
         "op": "against expansion",
@@ -217,7 +200,7 @@ def against_plain(backend: NativeBackend, dtype: DType, depth: int, rounds: int)
         q, out = torch.randn(1, heads * key).to(kind) * key**-0.5, torch.empty(1, heads * value)
         executor, step = backend.compile([Attend(name, q, out, rows.stores[0], heads)]), rows.step(depth, 1)
         actions[name] = lambda executor=executor, step=step: executor.run(step)
-    seconds = timed(actions, rounds)
+    seconds = in_turns(actions, rounds, SECONDS)
     each = {name: median(values) / depth / heads * 1e9 for name, values in seconds.items()}
     return {
         "op": "against plain",
@@ -264,7 +247,7 @@ def prefill(backend: NativeBackend, dtype: DType, heads: int, depth: int, tokens
     error = relative_error(answer, out.double())
     assert error < 3e-2, f"absorbed and expanded differ by {error}"
     actions = {"absorbed": lambda: (absorb.run(step), attend.run(step)), "expanded": lambda: expand.run(step)}
-    seconds = timed(actions, rounds)
+    seconds = in_turns(actions, rounds, SECONDS)
     return {
         "op": "prefill",
         "dtype": dtype.name,
