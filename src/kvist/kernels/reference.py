@@ -50,7 +50,7 @@ from kvist.kernels.reference_latent import (
     why_no_latent,
     why_no_route,
 )
-from kvist.kernels.reference_parts import ACTIVATIONS, ReferenceWeight, activate, norm, product, rotate, rounded
+from kvist.kernels.reference_parts import ACTIVATIONS, ReferenceWeight, activate, angles, norm, product, rotate, rounded
 
 EPILOGUES = ("store", "add", "glu", "act")
 
@@ -194,12 +194,7 @@ def append(op: Append, step: Step, compute: torch.dtype) -> None:
     if op.k_norm is not None:
         k = norm(k, op.k_norm, compute)
     if op.cos is not None and op.sin is not None:
-        positions = step.positions.long()
-        if count and int(positions.max()) >= len(op.cos):
-            raise KernelError(
-                f"{op.name}: position {int(positions.max())} lies beyond the rotation table of {len(op.cos)} positions"
-            )
-        cos, sin = op.cos[positions].to(compute), op.sin[positions].to(compute)
+        cos, sin = angles(op.name, op.cos, op.sin, step.positions, compute)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     op.q_out[:count].view(count, op.num_heads, store.head_dim).copy_(q * op.scale)
     starts = step.starts.tolist()

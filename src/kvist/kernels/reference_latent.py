@@ -14,7 +14,7 @@ from torch import Tensor
 from kvist.base.errors import KernelError
 from kvist.kernels.blockformat import read_k, write_kv
 from kvist.kernels.ops import TILE, AppendLatent, AttendExpanded, Combine, GroupedLinear, Route, Step
-from kvist.kernels.reference_parts import ACTIVATIONS, activate, norm, product, rotate, rounded
+from kvist.kernels.reference_parts import ACTIVATIONS, activate, angles, norm, product, rotate, rounded
 
 
 def append_latent(op: AppendLatent, step: Step, compute: torch.dtype) -> None:
@@ -28,12 +28,7 @@ def append_latent(op: AppendLatent, step: Step, compute: torch.dtype) -> None:
     q = op.q[:count].to(compute).view(count, heads, op.q.shape[1] // heads)
     q_rope = q[..., q.shape[-1] - rope :]
     if op.cos is not None and op.sin is not None:
-        positions = step.positions.long()
-        if count and int(positions.max()) >= len(op.cos):
-            raise KernelError(
-                f"{op.name}: position {int(positions.max())} lies beyond the rotation table of {len(op.cos)} positions"
-            )
-        cos, sin = op.cos[positions].to(compute), op.sin[positions].to(compute)
+        cos, sin = angles(op.name, op.cos, op.sin, step.positions, compute)
         q_rope, k_rope = rotate(q_rope, cos, sin), rotate(k_rope, cos, sin)
     kept = q[..., : q.shape[-1] - rope]
     if op.absorbed is not None:

@@ -85,3 +85,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
+
+
+def angles(name: str, cos: Tensor, sin: Tensor, positions: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, rotary/2] of ``positions`` [T]. KernelError, with the operation's name, beyond the tables."""
+    if len(positions) and int(positions.max()) >= len(cos):
+        raise KernelError(
+            f"{name}: position {int(positions.max())} lies beyond the rotation table of {len(cos)} positions"
+        )
+    return cos[positions.long()].to(compute), sin[positions.long()].to(compute)

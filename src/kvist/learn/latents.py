@@ -8,10 +8,10 @@ and values of a model that never had to share a latent use nearly all of their d
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from kvist.base.errors import SpecError, TooLong, UsageError
 from kvist.cache.table import Table
 from kvist.compose import LLM, load
 from kvist.kernels.latent import absorb, attend_absorbed, compress, expand, expand_output
-from kvist.kernels.ops import Step
+from kvist.kernels.ops import Linear, Step
 from kvist.kernels.reference_parts import rotate
 from kvist.learn.book import prose
 from kvist.model.decoder import Decoder, rope_table
@@ -94,9 +94,9 @@ class FitReport:
         for effect in self.effects:
             fits = [fit for fit in self.fits if fit.rank == effect.rank]
             rotated = [fit.rotated_error for fit in fits if fit.rotated_error is not None]
-            cells = [_mean([getattr(fit, name) for fit in fits]) for name in ("error", "key_error", "value_error")]
+            cells = [fmean([getattr(fit, name) for fit in fits]) for name in ("error", "key_error", "value_error")]
             shown = " ".join(f"{cell:8.3f}" for cell in cells)
-            behind = f"{_mean(rotated):8.3f}" if rotated else f"{'-':>8}"
+            behind = f"{fmean(rotated):8.3f}" if rotated else f"{'-':>8}"
             share = f"{effect.rank:>6} {effect.rank / width:9.0%}"
             lines.append(f"{share} {shown} {behind} {effect.kl:9.4f} {effect.same_token:6.0%}")
         return "\n".join(lines)
@@ -288,9 +288,8 @@ class _Study:
             first += len(step.tokens)
         return torch.cat(found)
 
-    def _steps(self, tokens: Sequence[int], look: object) -> Iterator[Step]:
+    def _steps(self, tokens: Sequence[int], look: Callable[[int, Tensor], None]) -> Iterator[Step]:
         """Feed ``tokens`` to an empty cache; ``look(layer, kv)`` sees and may change [K, V] before rotation."""
-        assert callable(look)
         self.llm.engine.forget()
         table = Table(self.llm.engine.groups, self.llm.engine.pools)
         names = {f"layer {index} qkv": index for index in range(self.decoder.spec.num_layers)}
@@ -309,8 +308,8 @@ class _Study:
                 for i, op in enumerate(body.ops):
                     body.run_range(step, i, i + 1)
                     index = names.get(op.name)
-                    if index is not None:
-                        look(index, op.out[: len(part), -self._width(index) :])  # type: ignore[union-attr]
+                    if index is not None and isinstance(op, Linear):
+                        look(index, op.out[: len(part), -self._width(index) :])
                 yield step
                 table.commit(len(part))
                 table.give_back()
@@ -330,7 +329,3 @@ class _Study:
 def _check_rank(rank: int, width: int) -> None:
     if not 1 <= rank <= width:
         raise UsageError(f"rank {rank}: a token keeps {width} numbers in this layer, so use 1 to {width}")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

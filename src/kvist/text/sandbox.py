@@ -26,6 +26,7 @@ CALL = 16  # steps that a call takes
 ELEMENTS = 1 << 20  # of a value that is printed, joined or filtered, those of its parts included
 BUDGET = "kvist.budget"  # where a render keeps what is left: no template can name it
 _PASSES, _WEIGHED, _SPEND = "kvist_passes", "kvist_weighed", "kvist_spend"
+_PASSED = "jinja_pass_arg"  # on a filter: jinja2 hands it its environment or context first
 # Methods of a text whose result can be far longer than the text.
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
 _FORMATTING = ("format", "format_map")
@@ -297,7 +298,7 @@ def _bounded_filter(name: str, plain: Any) -> Any:
 
     def filtered(*args: Any, **settings: Any) -> Any:
         # Some filters are handed the environment first.
-        value, *rest = args[1:] if hasattr(plain, "jinja_pass_arg") else args
+        value, *rest = args[1:] if hasattr(plain, _PASSED) else args
         if name == "join":
             values = value if isinstance(value, list | tuple) else list(value)
             separator = next((item for item in (*rest, *settings.values()) if isinstance(item, str)), "")
@@ -315,7 +316,6 @@ def _bounded_filter(name: str, plain: Any) -> Any:
             refuse(f"a width beyond {LONGEST} is not allowed")
         return plain(*args, **settings)
 
-    for mark in ("jinja_pass_arg",):
-        if hasattr(plain, mark):
-            setattr(filtered, mark, getattr(plain, mark))
+    if hasattr(plain, _PASSED):
+        setattr(filtered, _PASSED, getattr(plain, _PASSED))
     return filtered
