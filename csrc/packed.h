@@ -8,7 +8,7 @@
 
 namespace KVIST_VARIANT {
 
-constexpr int FEW = 4;  // rows up to which quants are unpacked in registers; for more, once into scratch
+constexpr int FEW = 12;  // rows up to which quants are unpacked in registers; for more, once into scratch
 
 template <class S, int R, int V>
 KV_INLINE void strip_tile(const Rounded* a, int64_t pitch, const S* strips, int64_t blocks, float* y, int64_t strip_pitch) {
@@ -110,15 +110,17 @@ struct PackedProduct {
     const int64_t k = op.weight.k;
     const bool same = count == 2 && strips[0].format == strips[1].format;
     const size_t half = opened_bytes(k);
+    const int64_t ahead = 8192;  // about what memory answers while as much is multiplied
+    const int64_t tiles = (t1 - t0 + PACKED_ROWS - 1) / PACKED_ROWS, height = (t1 - t0 + tiles - 1) / tiles;
     auto each = [&](auto&& one) {
-      for (int64_t t = t0; t < t1; t += PACKED_ROWS) {
-        const int rows = int(std::min<int64_t>(PACKED_ROWS, t1 - t));
+      for (int64_t t = t0; t < t1; t += height) {
+        const int rows = int(std::min(height, t1 - t));
         one(t, rows);
         finish(strips, count, t, rows);
       }
     };
     if (m > FEW) for (int v = 0; v < count; ++v)
-      with_format(strips[v].format, [&](auto f) { open_strip(Held<decltype(f)>(strips[v].at, k), k, scratch + half * v); });
+      with_format(strips[v].format, [&](auto f) { open_strip(Held<decltype(f)>(strips[v].at, k, ahead), k, scratch + half * v); });
     each([&](int64_t t, int rows) {
       auto product = [&](auto f, int v, auto width) {
         using F = decltype(f);
@@ -129,7 +131,6 @@ struct PackedProduct {
           const OpenedAs<F> s[2] = {{scratch + half * v, k}, {scratch + half * (v + V - 1), k}};
           part.template rows_of<OpenedAs<F>, V>(s, t, rows);
         } else {
-          const int64_t ahead = 8192;  // about what memory answers while as much is multiplied
           const Held<F> s[2] = {{strips[v].at, k, ahead}, {strips[v + V - 1].at, k, ahead}};
           part.template rows_of<Held<F>, V>(s, t, rows);
         }
@@ -149,19 +150,19 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
   const Weight& w = op.weight;
   const int64_t m = op.wanted ? step.num_rows : step.num_tokens, k = w.k, blocks = k / BLOCK;
   if (m == 0) return;
-  const bool few = m <= FEW;  // each thread rounds them itself, which costs less than waiting for others
+  const bool few = m <= FEW, alone = m <= 4;  // alone: each thread rounds the rows itself, which costs less than waiting for others
   const size_t temp_bytes = (size_t(k) * 4 + 63) / 64 * 64, y_bytes = 2 * PACKED_ROWS * LANES * 4;
-  const size_t a_bytes = few ? size_t(m * blocks) * sizeof(Rounded) : 0, opened = few ? 0 : 2 * PackedProduct::opened_bytes(k);
+  const size_t a_bytes = alone ? size_t(m * blocks) * sizeof(Rounded) : 0, opened = few ? 0 : 2 * PackedProduct::opened_bytes(k);
   uint8_t* mine = team.own->at(temp_bytes + y_bytes + opened + a_bytes);
   float* temp = (float*)mine;
-  Rounded* a = few ? (Rounded*)(mine + temp_bytes + y_bytes + opened) : (Rounded*)team.common;
+  Rounded* a = alone ? (Rounded*)(mine + temp_bytes + y_bytes + opened) : (Rounded*)team.common;
   auto prepare = [&](int64_t r) {
     const float* x = (const float*)op.source + (op.wanted ? step.rows[r] : r) * op.source_stride;
     if (op.norm) { row_norm(op, x, k, temp); x = temp; }
     round_row(x, k, a + r * blocks);
   };
-  if (!few) share(team, m, 8, prepare);
-  bool ready = !few;
+  if (!alone) share(team, m, few ? 1 : 8, prepare);
+  bool ready = !alone;
   const PackedProduct product{op, a, m, blocks, mine + temp_bytes + y_bytes, (float*)(mine + temp_bytes), {op, 0, op.out_stride}};
   const int64_t deep = few ? m : 16 * PACKED_ROWS, down = (m + deep - 1) / deep;
   int64_t units = 0;  // pairs of strips; of each segment by itself, or of gate and up

@@ -231,6 +231,7 @@ template <class F> inline void open_strip(const Held<F>& held, int64_t k, uint8_
   const int64_t blocks = k / BLOCK;
   uint8_t* out = at + blocks * 512;
   for (int64_t b = 0; b < blocks; ++b) {
+    held.fetch(b);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) store_i(at + b * 512 + 64 * g, held.group(b, g));
     const Factored f = held.factored(b);
