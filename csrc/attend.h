@@ -279,6 +279,7 @@ template <class E> struct Attending {
       a->next.start(soon < 0 ? nullptr : &later, a->k_tile);
     }
     const int64_t tiles = (count + MAX_ROWS - 1) / MAX_ROWS, height = tiles ? (count + tiles - 1) / tiles : 1;
+    a->again = tiles > 1;
     for (int64_t r0 = 0; r0 < count; r0 += height)
       with_rows(int(std::min<int64_t>(height, count - r0)), [&](auto n) {
         constexpr int R = decltype(n)::value;

@@ -175,7 +175,8 @@ template <class E> inline void multiply(const Op& op, const Step& step, Team& te
       with_rows(rows_of(t), [&](auto rows) {
         constexpr int R = decltype(rows)::value;
         Output sink{op, t * MAX_ROWS, op.out_stride};
-        sweep<E, Packed<R>, R>(a + t * tile_bytes, v0, v1, 128, steps, columns, sink);
+        if (t == t0 && !alone) sweep<E, Packed<R>, R, Fetch::kept>(a + t * tile_bytes, v0, v1, 128, steps, columns, sink, 8192);
+        else sweep<E, Packed<R>, R>(a + t * tile_bytes, v0, v1, 128, steps, columns, sink);
       });
   });
 }

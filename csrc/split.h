@@ -114,6 +114,7 @@ template <class E> struct Attention {
   int64_t pitch;
   uint8_t *weights, *queries, *zeros, *edge, *turned;
   uint32_t done = 0;  // tiles of the present split that have been turned
+  bool again = false;  // further tiles of rows will read the split that is fetched
   Ahead next;
 
   static int64_t v_width(const Store& kept) { return (kept.v_head_dim + LANES - 1) / LANES * LANES; }
@@ -155,6 +156,19 @@ template <class E> struct Attention {
     return keys;
   }
 
+  // Tiles are read in the order K, V, the next split's K; while some are multiplied, as many that come after them are
+  // fetched: about 8 KiB, which memory gives meanwhile and the first cache holds, but enough that R rows fill the registers.
+  int64_t stage(int64_t rows) const {
+    int64_t tiles = std::clamp<int64_t>(8192 / k_tile, 1, std::min<int64_t>(op.store.block_size, SPLIT) / TILE);
+    while (tiles * rows < 8 && tiles < TILES) tiles *= 2;
+    return tiles;
+  }
+  static int64_t apart(const uint8_t* from, const uint8_t* to) { return from && to ? to - from : 0; }
+  template <class F> void fetching(F&& f) const {
+    if (again) f(std::integral_constant<Fetch, Fetch::kept>{});
+    else f(std::integral_constant<Fetch, Fetch::once>{});
+  }
+
   // Queries of one tile of rows, units of 4 bytes: [step][row].
   void load_queries(uint8_t* tile, int64_t rows, const int64_t* tokens, const int64_t* heads) {
     const int64_t units = d / E::STEP;
@@ -178,7 +192,7 @@ template <class E> struct Attention {
     Ahead& next;
     KV_INLINE void ahead() const { next.line(); }
   };
-  template <int R, bool FETCH = false>
+  template <int R, Fetch FETCH = Fetch::none>
   void multiply(int row, int64_t key, int64_t units, const uint8_t* v, int64_t stride, int64_t vector, bool& fresh, int64_t ahead = 0) {
     Values sink{result + row * pitch, pitch, fresh};
     auto columns = [&](int64_t i) { return v + i * vector; };
@@ -206,17 +220,21 @@ template <class E> struct Attention {
   // the keys of split `soon` are fetched, if there is one.
   template <int R> void gather(const Keys& keys, int row, Range range, bool& fresh, const Keys* soon = nullptr) {
     constexpr int64_t e = E::STEP;
+    const int64_t run = soon ? stage(R) : TILES;
     for (int64_t key = range.lo; key < range.hi;) {
       const int64_t t = key / TILE;
       if (!keys.v[t]) { key = (t + 1) * TILE; continue; }
       int64_t last = t;  // tiles that follow each other in memory are taken in one go
-      while (last + 1 < TILES && (last + 1) * TILE < range.hi && keys.v[last + 1] == keys.v[last] + v_tile) ++last;
+      while (last + 1 < TILES && (last + 1) % run && (last + 1) * TILE < range.hi && keys.v[last + 1] == keys.v[last] + v_tile) ++last;
       const int64_t stop = std::min(range.hi, (last + 1) * TILE);
       auto at = [&](int64_t k) { return keys.v[t] + (k - t * TILE) / e * v_unit; };
       if (e == 2 && key % 2) { multiply_edge<R>(row, key - 1, 0, at(key), fresh); ++key; }
       const int64_t units = (stop - key) / e;
       if (latent || dv % LANES == 0) {
-        if (units && soon && soon->k[t]) multiply<R, true>(row, key, units, at(key), v_unit, v_vector, fresh, soon->k[t] - keys.v[t]);
+        if (units && soon) {
+          const int64_t ahead = apart(keys.v[t], t + run < TILES ? keys.v[t + run] : soon->k[t + run - TILES]);
+          fetching([&](auto how) { multiply<R, decltype(how)::value>(row, key, units, at(key), v_unit, v_vector, fresh, ahead); });
+        }
         else if (units) multiply<R>(row, key, units, at(key), v_unit, v_vector, fresh);
       } else {  // rows that do not fill whole vectors are copied first, so that no load passes their end
         for (int64_t i = 0; i < units; ++i) multiply_edge<R>(row, key + i * e, -1, at(key + i * e), fresh);
@@ -303,7 +321,13 @@ template <class E> struct Attention {
       LatentScores later{sink, next};
       sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, later);
     } else if (soon) {
-      sweep<E, Packed<R>, R, true>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, sink, k_part);  // the values
+      const int64_t run = stage(R);
+      for (int64_t t = t0; t < t1; t += run) {
+        const int64_t ahead = apart(keys.k[t], t + run < TILES ? keys.k[t + run] : keys.v[t + run - TILES]);
+        fetching([&](auto how) {
+          sweep<E, Packed<R>, R, decltype(how)::value>(q, t, std::min(t1, t + run), E::VECTOR_BYTES, d / E::STEP, columns, sink, ahead);
+        });
+      }
     } else {
       sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, sink);
     }

@@ -62,8 +62,10 @@ struct F16 : F32 {  // stored in half precision, computed in float32
 template <int R> struct Packed { static constexpr int ROW = 4, STEP = 4 * R; };
 template <int S> struct Strided { static constexpr int ROW = S, STEP = 4; };
 
-// FETCH: what stands `ahead` bytes further is fetched meanwhile, so that memory is read while the registers work.
-template <class E, class L, int R, int V, bool FETCH, class Columns, class Sink>
+// What stands `ahead` bytes further may be fetched meanwhile, so that memory is read while the registers work: into every
+// cache, or, where it is read `once`, past them all but the first.
+enum class Fetch { none, kept, once };
+template <class E, class L, int R, int V, Fetch FETCH, class Columns, class Sink>
 KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, const Columns& columns, Sink& sink, int64_t ahead) {
   const uint8_t* b[V];
   vf acc[R][V];
@@ -78,9 +80,9 @@ KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, 
     typename E::B x[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) x[j] = E::load(b[j] + k * stride);
-    if constexpr (FETCH)
+    if constexpr (FETCH != Fetch::none)
 #pragma GCC unroll 8
-      for (int j = 0; j < V; ++j) __builtin_prefetch(b[j] + k * stride + ahead);
+      for (int j = 0; j < V; ++j) __builtin_prefetch(b[j] + k * stride + ahead, 0, FETCH == Fetch::once ? 0 : 3);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       typename E::A y = E::broadcast(a + k * L::STEP + r * L::ROW);
@@ -92,7 +94,7 @@ KV_INLINE void tile(const uint8_t* a, int64_t v, int64_t stride, int64_t steps, 
 }
 
 // All vectors v0..v1 for R rows, as many at a time as the registers hold.
-template <class E, class L, int R, bool FETCH = false, class Columns, class Sink>
+template <class E, class L, int R, Fetch FETCH = Fetch::none, class Columns, class Sink>
 inline void sweep(const uint8_t* a, int64_t v0, int64_t v1, int64_t stride, int64_t steps, const Columns& columns, Sink& sink, int64_t ahead = 0) {
   constexpr int MOST = MAX_ACC / R;
   int64_t v = v0;
