@@ -103,6 +103,7 @@ struct Scratch { std::vector<uint8_t> bytes; uint8_t* at(size_t need); };
 struct Team {
   Phase* phase;     // the current one; phases of a program follow each other in memory
   Scratch* own;     // this thread's
+  int members;      // threads that were asked for
   uint8_t* common;  // the team's, large enough for the operation: Kernels::common_bytes
 
   // The next `count` items; the caller finishes those below the phase's total.

@@ -90,6 +90,9 @@ inline size_t attend_common(const Op& op, const Step& step) {
   return c.splits ? size_t(step.num_tokens * op.num_heads * (c.wave + (c.waves() > 1)) * c.record) * 4 : 0;
 }
 
+// One split of one kv head's keys; request -1: none.
+struct Spot { int64_t request, head, split; };
+
 // Query rows that go through the same blocks together: token, head and position of each.
 struct Rows {
   int64_t count = 0, *token = nullptr, *head = nullptr, *position = nullptr;
@@ -122,8 +125,9 @@ template <class E> struct Attending {
       for (int64_t r = 0; r < rows.count; ++r) state[r] = {-__builtin_inff(), 0};
       std::fill(sums, sums + rows.count * width, 0.0f);
       const Road road = road_of(op, rows.position[0], rows.position[rows.count - 1]);
+      const Spot later = beginning(i + team.members);
       for (int64_t j = 0; j < road.count(); ++j)
-        pass(request, head, road.at(j), j + 1 < road.count() ? road.at(j + 1) : -1, rows.count, [](int64_t, int) {}, [&](int64_t row, int n, const Partial* part) {
+        pass({request, head, road.at(j)}, j + 1 < road.count() ? Spot{request, head, road.at(j + 1)} : later, rows.count, [](int64_t, int) {}, [&](int64_t row, int n, const Partial* part) {
           fold(n, state + row, sums + row * width, [&](int r) { return part[r]; }, [&](int r) { return a->values + r * width; }, width);
         });
       for (int64_t r = 0; r < rows.count; ++r) a->finish(rows.token[r], rows.head[r], state[r], sums + r * width);
@@ -146,11 +150,21 @@ template <class E> struct Attending {
       return (to - from + c.per_item - 1) / c.per_item * heads;
     };
     for (int64_t b = 0; b < step.num_requests; ++b) total += items(b);
+    struct Run { int64_t request, head, first, stop; };  // splits first..stop-1 along the request's road
+    auto run_of = [&](int64_t i) -> Run {
+      int64_t b = 0;
+      for (int64_t n; i >= (n = items(b)); ++b) i -= n;
+      const int64_t first = from + i / heads * c.per_item;
+      return {b, i % heads, first, std::min(to, first + c.per_item)};
+    };
     auto item = [&](int64_t i, int64_t follower) {
-      int64_t b = 0;  // which request, kv head and run of splits is item i
-      for (int64_t n; i >= (n = items(b)); ++b) i -= n, follower -= n;
-      const int64_t head = i % heads, first = from + i / heads * c.per_item, stop = std::min(to, first + c.per_item);
+      const auto [b, head, first, stop] = run_of(i);
       const Road way = road(b);
+      Spot later{-1, 0, 0};  // where this thread goes on after the item
+      if (follower < total) {
+        const Run next = run_of(follower);
+        later = {next.request, next.head, road(next.request).at(next.first)};
+      }
       if (c.shared || b != last_b || head != last_head) {  // else the rows, and their queries as packed, are the last item's
         rows.count = 0;
         take_rows(b, head);
@@ -158,14 +172,8 @@ template <class E> struct Attending {
         clear(rows.count);
         last_b = b; last_head = head;
       }
-      // The split that this thread reads after j, when it is of this request: in this item, or the first of the next.
-      auto soon = [&](int64_t j) -> int64_t {
-        if (j + 1 < stop) return way.at(j + 1);
-        const int64_t later = from + follower / heads * c.per_item;
-        return follower >= 0 && follower % heads == head && later < to ? way.at(later) : -1;
-      };
       for (int64_t j = first; j < stop; ++j)
-        pass(b, head, way.at(j), soon(j), present(table, b, way.at(j)), [&](int64_t row, int n) { aim(row, n, way.at(j) - begin); }, [&](int64_t row, int n, const Partial* part) {
+        pass({b, head, way.at(j)}, j + 1 < stop ? Spot{b, head, way.at(j + 1)} : later, present(table, b, way.at(j)), [&](int64_t row, int n) { aim(row, n, way.at(j) - begin); }, [&](int64_t row, int n, const Partial* part) {
           const bool copied = a->result == a->values;
           for (int r = 0; r < n; ++r) {
             const Road own = road_of(op, rows.position[row + r], rows.position[row + r]);
@@ -181,13 +189,13 @@ template <class E> struct Attending {
       int64_t i = team.take(1);
       while (i < total) {
         const int64_t follower = team.take(1);
-        item(i, follower < total ? follower : -1);
+        item(i, follower);
         team.finish(1);
         i = follower;
       }
       team.wait(total);
     } else {
-      share(team, total, 1, [&](int64_t i) { item(i, -1); });
+      share(team, total, 1, [&](int64_t i) { item(i, i + team.members); });  // a guess: threads mostly take turns
     }
     const int64_t run = std::min<int64_t>(op.store.value_in_key ? 4 : LANES, group);
     const int64_t runs = (op.num_heads + run - 1) / run;
@@ -210,6 +218,14 @@ template <class E> struct Attending {
       part = i % parts;
       return;
     }
+  }
+
+  // The first split of unit i, if there is such a unit.
+  Spot beginning(int64_t i) const {
+    if (i >= c.units) return {-1, 0, 0};
+    int64_t request, head, first, count, part;
+    unit(i, request, head, part, first, count);
+    return {request, head, road_of(op, step.positions[first], step.positions[first + count - 1]).at(0)};
   }
 
   Road road(int64_t request) const {
@@ -270,13 +286,14 @@ template <class E> struct Attending {
 
   // One split for the first `count` rows, tile of rows by tile of rows, all of about one height: sixteen are 8 and 8, not
   // 12 and 4. Between two `clear`s `count` never grows, so a tile packed for other rows is always seen by its key.
-  // `soon` is the split that comes after this one, or -1; `before` is told which rows are next.
+  // `soon` is the split that this thread reads after it; `before` is told which rows are next.
   template <class Before, class Emit>
-  void pass(int64_t request, int64_t head, int64_t s, int64_t soon, int64_t count, Before&& before, Emit&& emit) {
-    const Keys keys = a->find(request, head, s), later = a->find(request, head, soon < 0 ? s : soon);
+  void pass(const Spot& now, const Spot& soon, int64_t count, Before&& before, Emit&& emit) {
+    const Keys keys = a->find(now.request, now.head, now.split);
+    const Keys later = soon.request < 0 ? keys : a->find(soon.request, soon.head, soon.split);
     if (a->latent) {
       a->done = 0;
-      a->next.start(soon < 0 ? nullptr : &later, a->k_tile);
+      a->next.start(soon.request < 0 ? nullptr : &later, a->k_tile);
     }
     const int64_t tiles = (count + MAX_ROWS - 1) / MAX_ROWS, height = tiles ? (count + tiles - 1) / tiles : 1;
     a->again = tiles > 1;
@@ -291,7 +308,7 @@ template <class E> struct Attending {
         }
         before(r0, R);
         Partial part[R];
-        a->template split<R>(keys, r0 == 0 && a->fetches ? &later : nullptr, q, s, rows.position + r0, part);
+        a->template split<R>(keys, r0 == 0 && a->fetches ? &later : nullptr, q, now.split, rows.position + r0, part);
         emit(r0, R, part);
       });
   }

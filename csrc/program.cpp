@@ -162,7 +162,7 @@ void Program::run(const Step& step, size_t first, size_t last) {
 #pragma omp parallel num_threads(threads_)
   {
     FloatingPoint mode;
-    Team team{phases_.get(), &own_[size_t(omp_get_thread_num())], common};
+    Team team{phases_.get(), &own_[size_t(omp_get_thread_num())], threads_, common};
     Phase* phase = phases_.get();
     for (size_t i = first; i < last; ++i) {
       team.phase = phase;

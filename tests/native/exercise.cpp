@@ -69,7 +69,7 @@ static void run_team(const Kernels& kernels, const std::vector<Op>& ops, const S
   std::vector<std::thread> members;
   for (int rank = 0; rank < threads; ++rank)
     members.emplace_back([&, rank] {
-      Team team{phases.data(), &own[plant == "race" ? 0 : size_t(rank)], memory};
+      Team team{phases.data(), &own[plant == "race" ? 0 : size_t(rank)], threads, memory};
       Phase* phase = phases.data();
       for (const Op& op : ops) {
         team.phase = phase;
