@@ -46,33 +46,15 @@ KV_INLINE vi from_signed(const uint8_t* x) {
 #endif
 }
 
-// A weight vector: 16 lanes of 4 unsigned bytes, four neighbours of K each. Four activations take 8 bytes beside it.
+// A weight vector: 16 lanes of 4 bytes, four neighbours of K each; four activations take 8 bytes beside it. As pairs, of
+// 16 bits: elements 0 and 2 of a lane, then 1 and 3.
 
-#if defined(KVIST_VARIANT_AVX512BF16)
-// Activations in two signed bytes, x = 128 high + low: [4 high][4 low], each with one dot product of bytes.
-constexpr int PACKED_ROWS = 6, PACKED_STRIPS = 2;  // of one tile
-struct Bytes { vi v; };
-struct Sum { vi high, low; };
-KV_INLINE Bytes bytes_of(vi w) { return {w}; }
-KV_INLINE Sum sum_from(vi first) { return {iset1(0), first}; }
-KV_INLINE void mac(Sum& s, Bytes w, const uint8_t* a) {
-  int32_t high, low;
-  std::memcpy(&high, a, 4); std::memcpy(&low, a + 4, 4);
-  s.high.p[0] = (part_i)_mm512_dpbusd_epi32((__m512i)s.high.p[0], (__m512i)w.v.p[0], _mm512_set1_epi32(high));
-  s.low.p[0] = (part_i)_mm512_dpbusd_epi32((__m512i)s.low.p[0], (__m512i)w.v.p[0], _mm512_set1_epi32(low));
-}
-KV_INLINE vi value(Sum s) { return add(left(s.high, 7), s.low); }
-#else
-// Activations as 16-bit pairs: [x0 x2][x1 x3]; bytes 0 and 2 of a lane, then 1 and 3, as pairs beside them.
-#if KVIST_PARTS == 1
-constexpr int PACKED_ROWS = 6, PACKED_STRIPS = 2;
-#elif KVIST_PARTS == 2
-constexpr int PACKED_ROWS = 3, PACKED_STRIPS = 1;
-#else
-constexpr int PACKED_ROWS = 2, PACKED_STRIPS = 1;
-#endif
-struct Bytes { vi even, odd; };
-struct Sum { vi s; };
+struct Pairs { vi even, odd; };
+struct PairSum { vi s; };
+KV_INLINE vi value(PairSum s) { return s.s; }
+KV_INLINE Pairs pairs_of(vi w) { return {masked(w, 0x00ff00ffu), masked(right(w, 8), 0x00ff00ffu)}; }
+
+#if !defined(KVIST_VARIANT_AVX512BF16)
 KV_INLINE part_i part_madd(part_i a, part_i b) {  // products of signed 16-bit pairs, added in pairs
 #if KVIST_PARTS == 1
   return (part_i)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -87,15 +69,47 @@ KV_INLINE part_i part_madd(part_i a, part_i b) {  // products of signed 16-bit p
   return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
-KV_INLINE Bytes bytes_of(vi w) { return {masked(w, 0x00ff00ffu), masked(right(w, 8), 0x00ff00ffu)}; }
-KV_INLINE Sum sum_from(vi first) { return {first}; }
-KV_INLINE void mac(Sum& s, Bytes w, const uint8_t* a) {
+#endif
+KV_INLINE void mac(PairSum& s, Pairs w, const uint8_t* a) {
   int32_t even, odd;
   std::memcpy(&even, a, 4); std::memcpy(&odd, a + 4, 4);
+#if defined(KVIST_VARIANT_AVX512BF16)
+  s.s.p[0] = (part_i)_mm512_dpwssd_epi32((__m512i)s.s.p[0], (__m512i)w.even.p[0], _mm512_set1_epi32(even));
+  s.s.p[0] = (part_i)_mm512_dpwssd_epi32((__m512i)s.s.p[0], (__m512i)w.odd.p[0], _mm512_set1_epi32(odd));
+#else
   const part_i x = part_i{} + even, y = part_i{} + odd;
   KV_EACH(s.s.p[i_] = s.s.p[i_] + (part_madd(w.even.p[i_], x) + part_madd(w.odd.p[i_], y));)
-}
-KV_INLINE vi value(Sum s) { return s.s; }
 #endif
+}
+
+// Rows of one tile, and strips side by side.
+#if KVIST_PARTS == 1
+constexpr int PACKED_ROWS = 6, PACKED_STRIPS = 2;
+#elif KVIST_PARTS == 2
+constexpr int PACKED_ROWS = 3, PACKED_STRIPS = 1;
+#else
+constexpr int PACKED_ROWS = 2, PACKED_STRIPS = 1;
+#endif
+
+#if defined(KVIST_VARIANT_AVX512BF16)
+// Unsigned bytes as they are, and activations in two signed bytes, x = 128 high + low: [4 high][4 low], each with one dot
+// product of bytes.
+struct Bytes { vi v; };
+struct ByteSum { vi high, low; };
+KV_INLINE Bytes bytes_of(vi w) { return {w}; }
+KV_INLINE void start(ByteSum& s, vi first) { s = {iset1(0), first}; }
+KV_INLINE void mac(ByteSum& s, Bytes w, const uint8_t* a) {
+  int32_t high, low;
+  std::memcpy(&high, a, 4); std::memcpy(&low, a + 4, 4);
+  s.high.p[0] = (part_i)_mm512_dpbusd_epi32((__m512i)s.high.p[0], (__m512i)w.v.p[0], _mm512_set1_epi32(high));
+  s.low.p[0] = (part_i)_mm512_dpbusd_epi32((__m512i)s.low.p[0], (__m512i)w.v.p[0], _mm512_set1_epi32(low));
+}
+KV_INLINE vi value(ByteSum s) { return add(left(s.high, 7), s.low); }
+#else
+using Bytes = Pairs;
+using ByteSum = PairSum;
+KV_INLINE Bytes bytes_of(vi w) { return pairs_of(w); }
+#endif
+KV_INLINE void start(PairSum& s, vi first) { s = {first}; }
 
 }  // namespace KVIST_VARIANT

@@ -8,7 +8,7 @@
 
 namespace KVIST_VARIANT {
 
-constexpr int FEW = 12;  // rows up to which quants are unpacked in registers; for more, once into scratch
+constexpr int FEW = 24;  // rows up to which quants are unpacked in registers; for more, once into scratch
 
 template <class S, int R, int V>
 KV_INLINE void strip_tile(const Rounded* a, int64_t pitch, const S* strips, int64_t blocks, float* y, int64_t strip_pitch) {
@@ -24,19 +24,19 @@ KV_INLINE void strip_tile(const Rounded* a, int64_t pitch, const S* strips, int6
     for (int v = 0; v < V; ++v) { strips[v].fetch(b); f[v] = strips[v].factored(b); }
 #pragma GCC unroll 2
     for (int part = 0; part < (S::SUB ? 2 : 1); ++part) {
-      Sum sum[R][V];
+      typename S::Sum sum[R][V];
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         const Rounded& x = a[r * pitch + b];
-        const Sum first = sum_from(iset1(S::OFFSET == 0 ? 0 : -S::OFFSET * (S::SUB ? (part ? x.high : x.low) : x.low + x.high)));
+        const vi first = iset1(S::OFFSET == 0 ? 0 : -S::OFFSET * (S::SUB ? (part ? x.high : x.low) : x.low + x.high));
 #pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) sum[r][v] = first;
+        for (int v = 0; v < V; ++v) start(sum[r][v], first);
       }
 #pragma GCC unroll 8
       for (int g = S::SUB ? 4 * part : 0; g < (S::SUB ? 4 * part + 4 : 8); ++g) {
-        Bytes w[V];
+        typename S::Quants w[V];
 #pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) w[v] = bytes_of(strips[v].group(b, g));
+        for (int v = 0; v < V; ++v) w[v] = strips[v].columns(b, g);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
@@ -68,7 +68,7 @@ KV_INLINE void strip_tile(const Rounded* a, int64_t pitch, const S* strips, int6
     for (int v = 0; v < V; ++v) store(y + v * strip_pitch + r * LANES, acc[r][v]);
 }
 
-// Rows of one to PACKED_ROWS (or FEW, whatever is less) times one or two strips of one form; y [strip][row][lane].
+// At most PACKED_ROWS rows times one or two strips of one form; y [strip][row][lane].
 template <class S, int V>
 inline void strip_rows(int rows, const Rounded* a, int64_t pitch, const S* strips, int64_t blocks, float* y, int64_t strip_pitch) {
   switch (rows) {
@@ -94,11 +94,6 @@ struct PackedProduct {
   float* y;           // [strip][row][lane] of one row tile
   Output output;
 
-  // Rows t0..t1 of one strip, or of two of one format, into the outputs.
-  template <class S, int V> void rows_of(const S* strips, int64_t t, int rows) const {
-    if constexpr (V <= PACKED_STRIPS) strip_rows<S, V>(rows, a + t * blocks, blocks, strips, blocks, y, PACKED_ROWS * LANES);
-    else for (int v = 0; v < V; ++v) strip_rows<S, 1>(rows, a + t * blocks, blocks, strips + v, blocks, y + v * PACKED_ROWS * LANES, 0);
-  }
   void finish(const Strip* strips, int count, int64_t t, int rows) const {
     for (int r = 0; r < rows; ++r) {
       if (op.epilogue == Epilogue::glu) output.glu(t + r, strips[0].column / LANES, load(y + r * LANES), load(y + (PACKED_ROWS + r) * LANES));
@@ -107,39 +102,32 @@ struct PackedProduct {
   }
   // One or two strips (a gate and its up strip) times rows t0..t1.
   void run(const Strip* strips, int count, int64_t t0, int64_t t1) const {
-    const int64_t k = op.weight.k;
-    const bool same = count == 2 && strips[0].format == strips[1].format;
-    const size_t half = opened_bytes(k);
-    const int64_t ahead = 8192;  // about what memory answers while as much is multiplied
-    const int64_t tiles = (t1 - t0 + PACKED_ROWS - 1) / PACKED_ROWS, height = (t1 - t0 + tiles - 1) / tiles;
-    auto each = [&](auto&& one) {
-      for (int64_t t = t0; t < t1; t += height) {
-        const int rows = int(std::min(height, t1 - t));
-        one(t, rows);
-        finish(strips, count, t, rows);
-      }
-    };
-    if (m > FEW) for (int v = 0; v < count; ++v)
-      with_format(strips[v].format, [&](auto f) { open_strip(Held<decltype(f)>(strips[v].at, k, ahead), k, scratch + half * v); });
-    each([&](int64_t t, int rows) {
-      auto product = [&](auto f, int v, auto width) {
-        using F = decltype(f);
-        constexpr int V = decltype(width)::value;
-        PackedProduct part = *this;
-        part.y = y + v * PACKED_ROWS * LANES;
-        if (m > FEW) {
-          const OpenedAs<F> s[2] = {{scratch + half * v, k}, {scratch + half * (v + V - 1), k}};
-          part.template rows_of<OpenedAs<F>, V>(s, t, rows);
-        } else {
-          const Held<F> s[2] = {{strips[v].at, k, ahead}, {strips[v + V - 1].at, k, ahead}};
-          part.template rows_of<Held<F>, V>(s, t, rows);
-        }
-      };
-      if (same) with_format(strips[0].format, [&](auto f) { product(f, 0, std::integral_constant<int, 2>{}); });
-      else for (int v = 0; v < count; ++v) with_format(strips[v].format, [&](auto f) { product(f, v, std::integral_constant<int, 1>{}); });
-    });
+    const int64_t k = op.weight.k, ahead = 8192;  // bytes: about what memory answers while as much is multiplied
+    if (m <= FEW) {
+      times(strips, count, t0, t1, [&](auto f, int v) { return Held<decltype(f)>(strips[v].at, k, ahead); });
+      return;
+    }
+    auto room = [&](int v) { return scratch + v * blocks * OPENED_BYTES; };
+    for (int v = 0; v < count; ++v)
+      with_format(strips[v].format, [&](auto f) { open_strip(Held<decltype(f)>(strips[v].at, k, ahead), k, room(v)); });
+    times(strips, count, t0, t1, [&](auto f, int v) { return Opened<decltype(f)::MIN>{room(v)}; });
   }
-  static size_t opened_bytes(int64_t k) { return Opened<false, true, 0>::size(k); }  // the largest
+  // The same over strips in the form that form(format, v) gives: side by side where the registers hold two of one form.
+  template <class Form> void times(const Strip* strips, int count, int64_t t0, int64_t t1, Form&& form) const {
+    const bool beside = PACKED_STRIPS == 2 && count == 2 && strips[0].format == strips[1].format;
+    const int64_t tiles = (t1 - t0 + PACKED_ROWS - 1) / PACKED_ROWS, height = (t1 - t0 + tiles - 1) / tiles;
+    for (int64_t t = t0; t < t1; t += height) {
+      const int rows = int(std::min(height, t1 - t));
+      for (int v = 0; v < count; v += beside ? 2 : 1)
+        with_format(strips[v].format, [&](auto f) {
+          using S = decltype(form(f, v));
+          const S s[2] = {form(f, v), form(f, beside ? 1 : v)};
+          if (beside) strip_rows<S, PACKED_STRIPS>(rows, a + t * blocks, blocks, s, blocks, y, PACKED_ROWS * LANES);
+          else strip_rows<S, 1>(rows, a + t * blocks, blocks, s, blocks, y + v * PACKED_ROWS * LANES, 0);
+        });
+      finish(strips, count, t, rows);
+    }
+  }
 };
 
 inline size_t packed_common(const Op& op, const Step& step) {
@@ -152,19 +140,19 @@ inline void multiply_packed(const Op& op, const Step& step, Team& team) {
   if (m == 0) return;
   const bool few = m <= FEW, alone = m <= 4;  // alone: each thread rounds the rows itself, which costs less than waiting for others
   const size_t temp_bytes = (size_t(k) * 4 + 63) / 64 * 64, y_bytes = 2 * PACKED_ROWS * LANES * 4;
-  const size_t a_bytes = alone ? size_t(m * blocks) * sizeof(Rounded) : 0, opened = few ? 0 : 2 * PackedProduct::opened_bytes(k);
+  const size_t a_bytes = alone ? size_t(m * blocks) * sizeof(Rounded) : 0, opened = few ? 0 : size_t(2 * blocks * OPENED_BYTES);
   uint8_t* mine = team.own->at(temp_bytes + y_bytes + opened + a_bytes);
   float* temp = (float*)mine;
   Rounded* a = alone ? (Rounded*)(mine + temp_bytes + y_bytes + opened) : (Rounded*)team.common;
   auto prepare = [&](int64_t r) {
     const float* x = (const float*)op.source + (op.wanted ? step.rows[r] : r) * op.source_stride;
     if (op.norm) { row_norm(op, x, k, temp); x = temp; }
-    round_row(x, k, a + r * blocks);
+    round_row(x, k, !few, a + r * blocks);
   };
   if (!alone) share(team, m, few ? 1 : 8, prepare);
   bool ready = !alone;
   const PackedProduct product{op, a, m, blocks, mine + temp_bytes + y_bytes, (float*)(mine + temp_bytes), {op, 0, op.out_stride}};
-  const int64_t deep = few ? m : 16 * PACKED_ROWS, down = (m + deep - 1) / deep;
+  const int64_t deep = few ? m : std::clamp<int64_t>((512 << 10) / (blocks * int64_t(sizeof(Rounded))), 96, 512), down = (m + deep - 1) / deep;
   int64_t units = 0;  // pairs of strips; of each segment by itself, or of gate and up
   for (const Segment& s : w.segments) units += w.glu ? (&s == w.segments.data() ? strips_of(s) : 0) : (strips_of(s) + 1) / 2;
   const int64_t run = few ? std::clamp<int64_t>(units / 32, 1, 16) : 1, across = (units + run - 1) / run;

@@ -13,22 +13,25 @@ struct Rounded {
   uint8_t data[64];    // eight groups of four n, in the form that `mac` takes
 };
 
-#if defined(KVIST_VARIANT_AVX512BF16)
-KV_INLINE void store_groups(uint8_t* out, vi n) {  // sixteen n: four groups
-  const part_i high = (n.p[0] + 64) >> 7, low = n.p[0] - (high << 7);
-  const __m128i h = _mm512_cvtepi32_epi8((__m512i)high), l = _mm512_cvtepi32_epi8((__m512i)low);
-  _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi32(h, l));
-  _mm_storeu_si128((__m128i*)(out + 16), _mm_unpackhi_epi32(h, l));
-}
-#else
-KV_INLINE void store_groups(uint8_t* out, vi n) {
+// Sixteen n: four groups, for `mac` with Pairs.
+KV_INLINE void store_pairs(uint8_t* out, vi n) {
   int32_t x[LANES];
   int16_t y[LANES];
   store_i(x, n);
   for (int i = 0; i < LANES; i += 4) { y[i] = int16_t(x[i]); y[i + 1] = int16_t(x[i + 2]); y[i + 2] = int16_t(x[i + 1]); y[i + 3] = int16_t(x[i + 3]); }
   std::memcpy(out, y, 32);
 }
+// The same for `mac` with Bytes.
+KV_INLINE void store_bytes(uint8_t* out, vi n) {
+#if defined(KVIST_VARIANT_AVX512BF16)
+  const part_i high = (n.p[0] + 64) >> 7, low = n.p[0] - (high << 7);
+  const __m128i h = _mm512_cvtepi32_epi8((__m512i)high), l = _mm512_cvtepi32_epi8((__m512i)low);
+  _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi32(h, l));
+  _mm_storeu_si128((__m128i*)(out + 16), _mm_unpackhi_epi32(h, l));
+#else
+  store_pairs(out, n);
 #endif
+}
 
 KV_INLINE vi nearest(vf x) {  // to the nearest integer, even on a tie; |x| below 2^22
   vi r;
@@ -37,7 +40,8 @@ KV_INLINE vi nearest(vf x) {  // to the nearest integer, even on a tie; |x| belo
 }
 
 // k a multiple of 32. A block that holds NaN or infinity makes every product NaN; one below 2^-100 counts as zero.
-inline void round_row(const float* x, int64_t k, Rounded* out) {
+// `pairs`: in the form that opened strips take, else in that of held ones.
+inline void round_row(const float* x, int64_t k, bool pairs, Rounded* out) {
   for (int64_t b = 0; b < k / BLOCK; ++b, x += BLOCK, ++out) {
     const vf a = load(x), c = load(x + LANES);
     vf ma, mc;
@@ -51,8 +55,8 @@ inline void round_row(const float* x, int64_t k, Rounded* out) {
     out->high = int32_t(lane_sum(to_float(nc)));
     out->scale = scale;
     out->sum = scale * float(out->low + out->high);
-    store_groups(out->data, na);
-    store_groups(out->data + 32, nc);
+    if (pairs) { store_pairs(out->data, na); store_pairs(out->data + 32, nc); }
+    else { store_bytes(out->data, na); store_bytes(out->data + 32, nc); }
   }
 }
 

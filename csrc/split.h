@@ -244,41 +244,12 @@ template <class E> struct Attention {
     }
   }
 
-  bool finite(const Keys& keys, Range range) const {
-    return latent ? finite_latents(keys, range) : finite_values(keys, range);
-  }
-  bool finite_latents(const Keys& keys, Range range) const {
-    constexpr int64_t e = E::STEP;
-    uint32_t some = 0;  // of any channel's exponent, whether all its bits are set
-    for (int64_t key = range.lo; key < range.hi; ++key) {
-      if (!keys.v[key / TILE]) continue;
-      for (int64_t i = 0; i < vectors; ++i) {
-        const uint32_t* unit = (const uint32_t*)(keys.v[key / TILE] + key % TILE / e * 64 + i * TURNED);
-        for (int j = 0; j < LANES; ++j) {
-          const uint32_t x = e == 2 && key % 2 == 0 ? unit[j] << 16 : unit[j];
-          some |= uint32_t((x & 0x7f800000u) == 0x7f800000u);
-        }
-      }
-    }
-    return !some;
-  }
-  bool finite_values(const Keys& keys, Range range) const {
-    constexpr int64_t e = E::STEP;
-    for (int64_t key = range.lo; key < range.hi; ++key) {
-      if (!keys.v[key / TILE]) continue;
-      const uint8_t* unit = keys.v[key / TILE] + key % TILE / e * v_unit;
-      bool ok = true;
-      if (E::B_BYTES == 4) {
-        const uint32_t* v = (const uint32_t*)unit;
-        for (int64_t i = 0; i < dv; ++i) ok &= (v[i] & 0x7f800000u) != 0x7f800000u;
-      } else {
-        const uint16_t* v = (const uint16_t*)unit + key % e;
-        const uint16_t bits = std::is_same_v<E, Bf16> ? 0x7f80u : 0x7c00u;
-        for (int64_t i = 0; i < dv; ++i) ok &= (v[i * e] & bits) != bits;
-      }
-      if (!ok) return false;
-    }
-    return true;
+  // Whether R rows of result[] hold neither infinity nor NaN.
+  template <int R> bool finite() const {
+    vf some = zero();  // x - x is 0 or NaN
+    for (int r = 0; r < R; ++r)
+      for (int64_t i = 0; i < width; i += LANES) { const vf x = load(result + r * pitch + i); some = add(some, sub(x, x)); }
+    return lane_sum(some) == 0;
   }
 
   struct Scores {
@@ -336,13 +307,15 @@ template <class E> struct Attention {
     bool fresh = true;
     if (alike) {
       for (int i = 0; i < view[0].count; ++i) gather<R>(keys, 0, view[0].part[i], fresh, soon);
-    } else if (finite(keys, all)) {
-      gather<R>(keys, 0, all, fresh, soon);  // probabilities of unseen keys are exactly 0, and so is 0 times a finite value
-    } else {
-      for (int r = 0; r < R; ++r) {
-        fresh = true;
-        for (int i = 0; i < view[r].count; ++i) gather<1>(keys, r, view[r].part[i], fresh);
-      }
+      return;
+    }
+    // Probabilities of unseen keys are exactly 0, and so is 0 times a finite value. When a value may have been none, each
+    // row takes only what it sees.
+    gather<R>(keys, 0, all, fresh, soon);
+    if (finite<R>()) return;
+    for (int r = 0; r < R; ++r) {
+      fresh = true;
+      for (int i = 0; i < view[r].count; ++i) gather<1>(keys, r, view[r].part[i], fresh);
     }
   }
 
@@ -365,6 +338,10 @@ template <class E> struct Attention {
       for (int64_t t = t0; t < t1; ++t) top = max(load(s + t * TILE), top);
     } else {
       for (int64_t t = t0; t < t1; ++t) {
+        if (view.part[view.count - 1].lo <= t * TILE && (t + 1) * TILE <= view.part[view.count - 1].hi) {
+          top = max(load(s + t * TILE), top);
+          continue;
+        }
         const vi lane = lanes_from(int32_t(t * TILE));
         vi seen = iset1(0);
         for (int i = 0; i < view.count; ++i)

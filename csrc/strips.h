@@ -172,6 +172,8 @@ struct Factored { vf d, m; vi first, second; };  // m only with MIN, the integer
 template <class F> struct Held {
   static constexpr bool MIN = F::MIN, SUB = F::SUB;
   static constexpr int OFFSET = F::OFFSET;
+  using Quants = Bytes;
+  using Sum = ByteSum;
   const uint8_t *quants, *factors;
   int64_t ahead;
   Held(const uint8_t* strip, int64_t k, int64_t distance = 0) : quants(strip), factors(strip + k / BLOCK * F::QUANTS), ahead(distance) {}
@@ -192,6 +194,7 @@ template <class F> struct Held {
     h = from <= 4 ? left(h, 4 - from) : right(h, from - 4);
     return joined(w, 0x0f0f0f0fu, h, F::HIGH == 1 ? 0x10101010u : 0x30303030u);
   }
+  KV_INLINE Bytes columns(int64_t b, int g) const { return bytes_of(group(b, g)); }
   KV_INLINE Factored factored(int64_t b) const {
     const uint8_t *head = factors + b / F::SUPER * F::FACTOR_BYTES, *own = head + F::HEAD + b % F::SUPER * 32;
     Factored r;
@@ -206,39 +209,53 @@ template <class F> struct Held {
   }
 };
 
-// A strip unpacked once for many rows: a byte a column, factors as the arithmetic takes them.
-template <bool MIN_, bool SUB_, int OFFSET_> struct Opened {
-  static constexpr bool MIN = MIN_, SUB = SUB_;
-  static constexpr int OFFSET = OFFSET_;
-  static constexpr int64_t FACTOR_BYTES = 64 * (1 + MIN + 2 * SUB);
-  const uint8_t *bytes, *factors;
-  static size_t size(int64_t k) { return size_t(k / BLOCK) * (512 + FACTOR_BYTES); }
-  Opened(const uint8_t* at, int64_t k) : bytes(at), factors(at + k / BLOCK * 512) {}
+// A strip unpacked once for many rows: u - OFFSET, times the factor of its 16 columns if it has one, in 16-bit pairs (6 bits
+// times 8, and their sum of 32 still fits 32 bits), and the other factors as the arithmetic takes them.
+template <bool MIN_> struct Opened {
+  static constexpr bool MIN = MIN_, SUB = false;
+  static constexpr int OFFSET = 0;
+  static constexpr int64_t BYTES = 1024 + 64 * (1 + MIN);  // of a block
+  using Quants = Pairs;
+  using Sum = PairSum;
+  const uint8_t* at;
   KV_INLINE void fetch(int64_t) const {}
-  KV_INLINE vi group(int64_t b, int g) const { return load_i(bytes + b * 512 + 64 * g); }
+  KV_INLINE Pairs columns(int64_t b, int g) const { return {load_i(at + b * BYTES + 128 * g), load_i(at + b * BYTES + 128 * g + 64)}; }
   KV_INLINE Factored factored(int64_t b) const {
-    const uint8_t* f = factors + b * FACTOR_BYTES;
     Factored r;
-    r.d = load(f);
-    if constexpr (MIN) r.m = load(f + 64);
-    if constexpr (SUB) { r.first = load_i(f + 64); r.second = load_i(f + 128); }
+    r.d = load(at + b * BYTES + 1024);
+    if constexpr (MIN) r.m = load(at + b * BYTES + 1088);
     return r;
   }
 };
-template <class F> using OpenedAs = Opened<F::MIN, F::SUB, F::OFFSET>;
+constexpr int64_t OPENED_BYTES = Opened<true>::BYTES;  // the most that a block takes
+
+// Each 16-bit half of a, less `offset`, times the integer in b's lane (b null: times one).
+KV_INLINE vi scaled_pairs(vi a, int offset, const vi* b) {
+  vi r;
+  KV_EACH(
+    const part_i low = ((a.p[i_] << 16) >> 16) - offset, high = (a.p[i_] >> 16) - offset;
+    const part_i x = b ? low * b->p[i_] : low, y = b ? high * b->p[i_] : high;
+    r.p[i_] = (x & 0xffff) | (y << 16);
+  )
+  return r;
+}
 
 template <class F> inline void open_strip(const Held<F>& held, int64_t k, uint8_t* at) {
-  const int64_t blocks = k / BLOCK;
-  uint8_t* out = at + blocks * 512;
-  for (int64_t b = 0; b < blocks; ++b) {
+  for (int64_t b = 0; b < k / BLOCK; ++b, at += Opened<F::MIN>::BYTES) {
     held.fetch(b);
-#pragma GCC unroll 8
-    for (int g = 0; g < 8; ++g) store_i(at + b * 512 + 64 * g, held.group(b, g));
     const Factored f = held.factored(b);
-    store(out, f.d);
-    if constexpr (F::MIN) store(out + 64, f.m);
-    if constexpr (F::SUB) { store_i(out + 64, f.first); store_i(out + 128, f.second); }
-    out += OpenedAs<F>::FACTOR_BYTES;
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) {
+      Pairs w = pairs_of(held.group(b, g));
+      if constexpr (F::OFFSET != 0 || F::SUB) {
+        const vi* factor = !F::SUB ? nullptr : g < 4 ? &f.first : &f.second;
+        w = {scaled_pairs(w.even, F::OFFSET, factor), scaled_pairs(w.odd, F::OFFSET, factor)};
+      }
+      store_i(at + 128 * g, w.even);
+      store_i(at + 128 * g + 64, w.odd);
+    }
+    store(at + 1024, f.d);
+    if constexpr (F::MIN) store(at + 1088, f.m);
   }
 }
 

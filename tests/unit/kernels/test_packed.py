@@ -90,7 +90,7 @@ def test_a_row_has_its_bits_whoever_stands_beside_it(variant, kind):
         for threads in (1, 2, 3):
             backend = NativeBackend(variant, threads)
             weight = filled(backend, raw, kind, k, glu)
-            for m in (2, 3, 4, 5, 6, 7, 12, 13, 41):
+            for m in (2, 3, 4, 5, 6, 7, 12, 13, 24, 25, 41):  # from 25 on, strips are opened first
                 assert_bits_equal(times(backend, weight, x[:m], norm=norm, **rest), alone[:m], f"{kind}, {m} rows")
 
 
@@ -131,8 +131,8 @@ def test_hostile_factors_stay_in_their_row(variant, kind, hostile):
     held = weight.rows(torch.arange(20))
     assert torch.equal(held.isnan(), values.isnan())
     assert_bits_equal(held.nan_to_num(1.0), values.nan_to_num(1.0), "unpacked")
-    x = torch.randn(6, k)
-    for m in (1, 6):
+    x = torch.randn(30, k)
+    for m in (1, 6, 30):
         clean, got = times(backend, filled(backend, raw, kind, k), x[:m]), times(backend, weight, x[:m])
         others = torch.arange(20) != 7
         assert_bits_equal(got[:, others], clean[:, others], "rows beside it")
@@ -140,15 +140,33 @@ def test_hostile_factors_stay_in_their_row(variant, kind, hostile):
 
 
 @VARIANTS
-def test_hostile_activations_stay_in_their_row(variant):
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_sum_of_a_block_is_exact(variant, sign):
+    """Factors of -128, quants of -32, activations of 15 bits: 32 products add up to 2^31 less one part in a hundred."""
+    backend, kind, k = NativeBackend(variant, 2), "q6_k", 256
+    raw = blocks(kind, 16, k)
+    raw[:] = 0
+    at = FACTORS[kind][0]
+    raw[:, at - 16 : at] = 128
+    raw[:, at : at + 2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8).numpy()
+    weight = filled(backend, raw, kind, k)
+    assert bool((weight.rows(torch.arange(16)) == 4096).all())
+    x = torch.full((30, k), sign)
+    for m in (1, 4, 24, 30):
+        assert_bits_equal(times(backend, weight, x[:m]), torch.full((m, 16), sign * 4096 * k), f"{m} rows")
+
+
+@VARIANTS
+@pytest.mark.parametrize("rows", [9, 30])
+def test_hostile_activations_stay_in_their_row(variant, rows):
     backend, kind, k = NativeBackend(variant, 2), "q5_1", 128
     weight = filled(backend, blocks(kind, 20, k), kind, k)
-    x = torch.randn(9, k)
+    x = torch.randn(rows, k)
     clean = times(backend, weight, x)
     for value in (float("inf"), -float("inf"), float("nan")):
         broken = x.clone()
         broken[3, 70] = value
-        for m in (4, 9):
+        for m in (4, rows):
             got = times(backend, weight, broken[:m])
             kept = torch.arange(m) != 3
             assert_bits_equal(got[kept], clean[:m][kept], "rows beside it")
