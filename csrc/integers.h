@@ -82,13 +82,14 @@ KV_INLINE void mac(PairSum& s, Pairs w, const uint8_t* a) {
 #endif
 }
 
-// Rows of one tile, and strips side by side.
+// Rows of one tile, strips side by side, and the rows up to which quants are unpacked in registers, tile by tile: for more,
+// strips are unpacked once into scratch.
 #if KVIST_PARTS == 1
-constexpr int PACKED_ROWS = 6, PACKED_STRIPS = 2;
+constexpr int PACKED_ROWS = 6, PACKED_STRIPS = 2, FEW = 24;
 #elif KVIST_PARTS == 2
-constexpr int PACKED_ROWS = 3, PACKED_STRIPS = 1;
+constexpr int PACKED_ROWS = 3, PACKED_STRIPS = 1, FEW = 12;
 #else
-constexpr int PACKED_ROWS = 2, PACKED_STRIPS = 1;
+constexpr int PACKED_ROWS = 2, PACKED_STRIPS = 1, FEW = 4;
 #endif
 
 #if defined(KVIST_VARIANT_AVX512BF16)

@@ -8,8 +8,6 @@
 
 namespace KVIST_VARIANT {
 
-constexpr int FEW = 24;  // rows up to which quants are unpacked in registers; for more, once into scratch
-
 template <class S, int R, int V>
 KV_INLINE void strip_tile(const Rounded* a, int64_t pitch, const S* strips, int64_t blocks, float* y, int64_t strip_pitch) {
   vf acc[R][V];

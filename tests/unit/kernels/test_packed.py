@@ -90,7 +90,7 @@ def test_a_row_has_its_bits_whoever_stands_beside_it(variant, kind):
         for threads in (1, 2, 3):
             backend = NativeBackend(variant, threads)
             weight = filled(backend, raw, kind, k, glu)
-            for m in (2, 3, 4, 5, 6, 7, 12, 13, 24, 25, 41):  # from 25 on, strips are opened first
+            for m in (2, 3, 4, 5, 6, 7, 12, 13, 24, 25, 41):  # at 25 every variant opens strips first
                 assert_bits_equal(times(backend, weight, x[:m], norm=norm, **rest), alone[:m], f"{kind}, {m} rows")
 
 
