@@ -114,7 +114,7 @@ template <class E> struct Attention {
   int64_t pitch;
   uint8_t *weights, *queries, *zeros, *edge, *turned;
   uint32_t done = 0;  // tiles of the present split that have been turned
-  const uint8_t* ask = nullptr;  // lines that the softmax fetches, if any
+  const uint8_t* ask = nullptr;  // lines that the softmax fetches, which the first values' pass would ask for
   bool again = false;  // further tiles of rows will read the split that is fetched
   Ahead next;
 
@@ -303,7 +303,7 @@ template <class E> struct Attention {
     } else {
       sweep<E, Packed<R>, R>(q, t0, t1, E::VECTOR_BYTES, d / E::STEP, columns, sink);
     }
-    ask = !soon ? nullptr : stage(R) < TILES ? keys.v[stage(R)] : soon->k[0];
+    ask = !soon || again ? nullptr : stage(R) < TILES ? keys.v[stage(R)] : soon->k[0];
     for (int r = 0; r < R; ++r) part[r] = softmax(r, view[r], t0, t1);
     if (latent) turn(keys, t0, t1);
     bool fresh = true;
@@ -357,7 +357,7 @@ template <class E> struct Attention {
     if (!(m >= -__FLT_MAX__ && m <= __FLT_MAX__)) m = tame(s, view, t0, t1);
     vf sum = zero();
     for (int64_t t = t0; t < t1; ++t) {
-      if (ask) { __builtin_prefetch(ask, 0, 0); ask += 64; }  // what the first values' pass will ask for: memory need not wait for it
+      if (ask) { __builtin_prefetch(ask, 0, 0); ask += 64; }  // memory need not wait until values ask
       vf p = exp_negative(sub(load(s + t * TILE), set1(m)));
       if (E::STEP == 2) p = keep_bf16((uint16_t*)out + t * TILE, p);
       else store((float*)out + t * TILE, p);
