@@ -59,7 +59,7 @@ FLAGS: dict[str, set[str]] = {
         "--json",
     },
     "learn": {"--all", "--device", "--head-dim", "--json", "--model", "--plot", "--source"},
-    "bench": {"--json", "--plot", "--quick"},
+    "bench": {"--json", "--plot", "--quick", "--weights"},
     "verify": {"--quick", "--full", "--weights", "--dtype", "--json"},
     "info": {"--json"},
 }

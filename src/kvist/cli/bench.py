@@ -21,6 +21,9 @@ def command(
             help="An alias (smollm2, gemma3), a .gguf file, a folder of safetensors, a hub id, ollama:NAME."
         ),
     ],
+    weights: Annotated[
+        str, typer.Option(help="Weights held as auto, packed (as GGUF has them), bfloat16 or float32.", metavar="HOW")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw tokens/s against depth (png, svg, pdf).")
@@ -30,9 +33,11 @@ def command(
     """Measure a model on this machine: prefill, decoding at several depths, eight requests at once, attention alone,
     start-up and memory. Beside each rate stands its limit: what memory can be read at, or products computed at.
 
-    Settings are the shipped defaults. For example:
+    Other settings are the shipped defaults. For example:
 
       kvist bench smollm2
+
+      kvist bench smollm2 --weights bfloat16
 
       kvist bench smollm2 --quick --json
     """
@@ -48,7 +53,7 @@ def command(
         start, end = ("\r\x1b[K", "") if talk else ("", "\n")
         print(f"{start}bench: {text} ...", end=end, file=sys.stderr, flush=True)
 
-    report = bench(model, QUICK if quick else WHOLE, announce=announce)
+    report = bench(model, QUICK if quick else WHOLE, weights=weights, announce=announce)
     if talk:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     print(json.dumps(report.json(), indent=1) if as_json else table(report))
@@ -67,7 +72,7 @@ def table(report: Report) -> str:
     threads = f"{report.threads} thread{'s' if report.threads != 1 else ''}"
     lines = [
         f"{report.model} on {report.kernels} (fingerprint {report.fingerprint}), {threads}",
-        f"weights {report.dtype}, {report.weight_bytes / 1e6:,.1f} MB; "
+        f"weights {report.weights}, {report.weight_bytes / 1e6:,.1f} MB; "
         f"cache {report.kv_cache_dtype}, {report.bytes_per_token:,} bytes per token",
         "",
         f"{'tokens/s':<38}{HEADER[38:]}",

@@ -65,6 +65,7 @@ class Report:
     kernels: str
     fingerprint: str
     threads: int
+    weights: str
     dtype: str
     kv_cache_dtype: str
     weight_bytes: int
@@ -91,6 +92,7 @@ class Report:
             "kernels": self.kernels,
             "fingerprint": self.fingerprint,
             "threads": self.threads,
+            "weights": self.weights,
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
             "weight_bytes": self.weight_bytes,
@@ -112,10 +114,18 @@ class Report:
 
 
 def bench(
-    model: str, effort: Effort = WHOLE, *, announce: Announce = lambda text: None, clock: Clock = perf_counter
+    model: str,
+    effort: Effort = WHOLE,
+    *,
+    weights: str = "auto",
+    announce: Announce = lambda text: None,
+    clock: Clock = perf_counter,
 ) -> Report:
-    """Measure ``model``: ``announce`` is told what runs. Raises what ``kvist.load`` raises for the model."""
-    return _Bench(model, effort, announce, clock).run()
+    """Measure ``model`` with its ``weights`` held as ``kvist.load`` takes the word; what that raises, this raises.
+
+    ``announce`` is told what runs.
+    """
+    return _Bench(model, weights, effort, announce, clock).run()
 
 
 def limit_of(reading: tuple[Reading, ...]) -> float:
@@ -135,8 +145,9 @@ class _Measured:
 
 
 class _Bench:
-    def __init__(self, model: str, effort: Effort, announce: Announce, clock: Clock) -> None:
-        self.model, self.effort, self.announce, self.clock = model, effort, announce, clock
+    def __init__(self, model: str, weights: str, effort: Effort, announce: Announce, clock: Clock) -> None:
+        self.model, self.weights, self.effort = model, weights, effort
+        self.announce, self.clock = announce, clock
         self.left_out: list[str] = []
 
     def run(self) -> Report:
@@ -163,7 +174,7 @@ class _Bench:
         reading = _best(reading, read_bandwidth(backend, counts, self.clock, self.effort.repeats))
         bandwidth = limit_of(tuple(reading)) * 1e9
         self.announce("start-up")
-        startup = measure_startup(self.model, self.clock, self.effort.starts)
+        startup = measure_startup(self.model, self.weights, self.clock, self.effort.starts)
 
         def step_limit(requests: int, shared: int = 0) -> Callable[[float], float]:
             return lambda depth: requests * bandwidth / work.step_bytes([depth] * requests, shared)
@@ -173,6 +184,7 @@ class _Bench:
             kernels=setup.kernels,
             fingerprint=fingerprint(backend),
             threads=threads,
+            weights=setup.weights,
             dtype=setup.dtype,
             kv_cache_dtype=setup.kv_cache_dtype,
             weight_bytes=setup.weight_bytes,
@@ -205,17 +217,17 @@ class _Bench:
         """The model as shipped, but for a pool in which the requests of a batch are apart, if there is room for it."""
         spec = open_model(resolve(self.model))[0]
         exact = spec.dtype == FLOAT32.name or choose().backend.name == "reference"
-        groups = groups_of(spec, FLOAT32 if exact else BFLOAT16, BLOCK_SIZE)
+        groups = groups_of(spec, DTYPES.get(self.weights, FLOAT32 if exact else BFLOAT16), BLOCK_SIZE)
         each = self.effort.seq_depth + OWN_TOKENS + self._most
         # The pool is cut by tokens, so that a window layer gets as many blocks as one that sees everything.
         blocks = self.effort.seqs * -(-each // BLOCK_SIZE)
         memory = pool_bytes(groups, [blocks] * len(groups))
-        default = load(self.model) if memory > (available_memory() or memory) // 2 else None
+        default = load(self.model, weights=self.weights) if memory > (available_memory() or memory) // 2 else None
         if default is not None:
             self.left_out.append(f"batches: {self.effort.seqs} requests apart take {memory} bytes of cache")
             self.effort = replace(self.effort, seqs=0)
             return default
-        return load(self.model, memory=max(memory, self._smallest(groups, spec.max_position)))
+        return load(self.model, weights=self.weights, memory=max(memory, self._smallest(groups, spec.max_position)))
 
     @staticmethod
     def _smallest(groups: Sequence[Group], most: int) -> int:

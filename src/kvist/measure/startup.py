@@ -29,14 +29,17 @@ class Startup:
         return chosen | {name: part.median for name, part in self.parts.items()}
 
 
-def measure_startup(model: str, clock: Clock, repeats: int) -> Startup:
-    """Start ``model`` in a process of its own, once to warm up and then ``repeats`` times. UsageError if it fails."""
+def measure_startup(model: str, weights: str, clock: Clock, repeats: int) -> Startup:
+    """Start ``model`` in a process of its own, once to warm up and then ``repeats`` times. UsageError if it fails.
+
+    ``weights``: how they are held, as ``kvist.load`` takes the word.
+    """
     whole: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     for round_ in range(repeats + 1):
         begin, wall = clock(), time.monotonic()
         child = subprocess.run(
-            [sys.executable, "-m", "kvist.measure.startup", model], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "kvist.measure.startup", model, weights], capture_output=True, text=True, check=False
         )
         seconds = clock() - begin
         if child.returncode != 0:
@@ -53,12 +56,12 @@ def measure_startup(model: str, clock: Clock, repeats: int) -> Startup:
     return Startup(rate(whole), {name: rate(values) for name, values in parts.items()})
 
 
-def _child(model: str) -> None:
+def _child(model: str, weights: str) -> None:
     marks = {"python": time.monotonic()}
     from kvist.compose import load
 
     marks["import"] = time.monotonic()
-    llm = load(model)
+    llm = load(model, weights=weights)
     marks["load"] = time.monotonic()
     next(llm.stream("The capital of France is", max_tokens=4), None)
     marks["first_token"] = time.monotonic()
@@ -66,4 +69,4 @@ def _child(model: str) -> None:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1])
+    _child(*sys.argv[1:])

@@ -42,6 +42,7 @@ def test_report_of_a_small_model(
     told: list[str] = []
     threads = torch.get_num_threads()
     report = bench(str(folder), replace(TINY, prefills=(64, 4096)), announce=told.append)
+    assert report.weights == "float32"
     found = json.loads(json.dumps(report.json()))
     assert {"read_gbps", "prefill", "decode", "batch", "attention", "peak_rss_bytes", "fingerprint"} <= set(found)
     assert [row["tokens"] for row in found["prefill"]] == [64]
@@ -64,12 +65,27 @@ def test_report_of_a_small_model(
     assert torch.get_num_threads() == threads
     assert any("decode at depth 100" in text for text in told)
     text = command.table(report)
-    assert "decode at depth 100" in text and "3 requests at 48, one prefix" in text and "left out: prefill" in text
+    assert (
+        "weights float32, " in text
+        and "decode at depth 100" in text
+        and "3 requests at 48, one prefix" in text
+        and "left out: prefill" in text
+    )
+
+
+@pytest.mark.skipif(not variants(), reason="the reference kernels hold weights in float32 only")
+@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
+def test_weights_are_held_as_asked_and_a_batch_has_room(folder: Path, weights: str) -> None:
+    effort = replace(TINY, prefills=(64,), depths=(0,), seqs=4, seq_depth=200)
+    work = module._Bench(str(folder), weights, effort, lambda text: None, perf_counter)
+    llm = work._load()
+    assert llm.setup is not None and (llm.setup.weights, llm.setup.kv_cache_dtype) == (weights, weights)
+    assert list(work._serve(llm)[2]) == [0, 200]
 
 
 def test_the_pool_holds_a_batch_of_a_model_with_windows(windows: Path) -> None:
     effort = replace(TINY, prefills=(64,), depths=(0,), seqs=4, seq_depth=700, tokens=2)
-    work = module._Bench(str(windows), effort, lambda text: None, perf_counter)
+    work = module._Bench(str(windows), "auto", effort, lambda text: None, perf_counter)
     llm = work._load()
     prefills, decodes, batches = work._serve(llm)
     assert work.left_out == [] and list(prefills) == [64] and list(decodes) == [0]
@@ -155,4 +171,4 @@ def test_a_model_that_cannot_start_says_why(tmp_path: Path) -> None:
     from kvist.measure.startup import measure_startup
 
     with pytest.raises(UsageError, match="did not start"):
-        measure_startup(str(tmp_path / "nothing"), perf_counter, 1)
+        measure_startup(str(tmp_path / "nothing"), "auto", perf_counter, 1)
